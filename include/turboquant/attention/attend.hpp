@@ -1,0 +1,148 @@
+// The functions an engine calls: attend, plan, logits.
+#pragma once
+
+#include <cstddef>
+#include <limits>
+#include <span>
+
+#include <turboquant/attention/plan.hpp>
+#include <turboquant/cache/kv_cache.hpp>
+
+namespace turboquant {
+
+/// Prepares one layer of a step for a whole batch: validates everything (shapes, finite keys, values and queries), reserves all
+/// memory, changes no length. Until the plan has run or is dropped its appending sequences accept no other non-const call.
+/// Errors: unknown_sequence, bad_layer, bad_shape, non_finite_input, behind_window, out_of_memory.
+template <class... F>
+Status plan(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> batch, const AttentionParams& params,
+            AttentionPlan& plan) {
+  return PlanAccess::plan(CacheAccess::core(cache), layer, batch, params, plan);
+}
+
+/// Appends the new tokens of all items to one layer and computes the attention of all queries, on the codes. All items or, on
+/// failure, none. All appends precede all reads; a sequence has at most one appending item, attend-only items may repeat it.
+/// What a query sees depends on its position, the tokens and the configuration alone, not on how calls were split.
+/// Errors as for plan; out_of_memory also if there is no memory for the workspace.
+template <class... F, class E = Serial>
+Status attend(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> batch, const AttentionParams& params = {},
+              E&& executor = {}) {
+  AttentionPlan step;
+  if (const Status status = plan(cache, layer, batch, params, step); status.code != Status::ok) return status;
+  const Scratch workspace(step.workspace_bytes());
+  if (!workspace) return {Status::out_of_memory, "workspace"};
+  const std::size_t phases = step.phases();
+  for (std::size_t phase = 0; phase < phases; ++phase) {
+    executor(step.tasks(phase), [&, phase](std::size_t task) { step.run(phase, task, workspace.get()); });
+  }
+  return {};
+}
+
+namespace detail {
+
+// Logits of one query and one KV head against all tokens of the sequence; see turboquant::logits.
+inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_head, std::size_t token, float* out) {
+  job.prepare(block, kv_head, token, token + 1);
+  const SequenceView& view = job.view;
+  const Layer& layer = *view.layer;
+  const std::size_t length = view.after;
+  float* rows = out + (token * job.item->queries.heads + kv_head * job.group) * length;
+  const auto put = [&](std::size_t position, std::size_t column, std::size_t count) {
+    for (std::size_t r = 0; r < block.rows; ++r) {
+      std::copy_n(block.logits + r * RowBlock::kChunk + column, count, rows + r * length + position);
+    }
+  };
+  const std::size_t coded = length == 0 ? 0 : (std::max)(view.coded_for(length - 1), view.first_tokens);
+  for (std::size_t r = 0; r < block.rows; ++r) {
+    for (std::size_t j = view.first_tokens; j < (std::min)(view.state->held_begin, length); ++j) {
+      rows[r * length + j] = -std::numeric_limits<float>::infinity();
+    }
+  }
+  for (std::size_t e = view.first_entry(); e < view.end_entry(); ++e) {
+    const Entry entry = view.entry(e);
+    if (entry.begin >= coded) break;
+    const std::size_t count = (std::min)(entry.end(), coded) - entry.begin;
+    layer.operations->score(layer.part(entry.page, Side::key, kv_head), entry.first / 16, (entry.first + count + 15) / 16,
+                            block.query, 0, block.rows, block.factor, block.logits, RowBlock::kChunk);
+    put(entry.begin, entry.first, count);
+  }
+  const auto raw = [&](std::size_t begin, std::size_t end, std::size_t origin) {
+    while (begin < end) {
+      const std::size_t until = (std::min)(end, origin + ((begin - origin) / 16 + 1) * 16);
+      const bfloat16* keys = view.raw_rows(Side::key, kv_head, begin, until - begin, block.staging);
+      layer.operations->score_raw(keys, until - begin, block.query, 0, block.rows, block.factor, block.logits,
+                                  RowBlock::kChunk);
+      put(begin, 0, until - begin);
+      begin = until;
+    }
+  };
+  raw(0, (std::min)(view.first_tokens, length), 0);
+  raw(coded, length, view.state->base);
+}
+
+template <class E>
+Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, const ConstRows& queries, float* out,
+              E&& executor) {
+  const Sequence* sequence = core.find(id);
+  if (sequence == nullptr) return {Status::unknown_sequence, "sequence"};
+  if (layer_index >= core.layer_count()) {
+    return {Status::bad_layer, "layer", CacheCore::as_signed(core.layer_count()), CacheCore::as_signed(layer_index)};
+  }
+  const Layer& layer = core.layer(layer_index);
+  if (queries.tokens == 0) return {};
+  if (queries.data == nullptr) return {Status::bad_shape, "queries.data"};
+  if (queries.heads == 0 || queries.heads % layer.shape.kv_heads != 0) {
+    return CacheCore::bad_shape("queries.heads", layer.shape.kv_heads, queries.heads);
+  }
+  if (queries.dim != layer.shape.head_dim) return CacheCore::bad_shape("queries.dim", layer.shape.head_dim, queries.dim);
+  const LayerState& state = sequence->layers[layer_index];
+  if (state.length == 0) return {};
+  if (out == nullptr) return {Status::bad_shape, "out"};
+  for (std::size_t t = 0; t < queries.tokens; ++t) {
+    for (std::size_t h = 0; h < queries.heads; ++h) {
+      if (!is_finite_row(queries, t, h)) return {Status::non_finite_input, "queries", 0, CacheCore::as_signed(t)};
+    }
+  }
+  BatchItem item;
+  item.queries = queries;
+  const AttentionParams params;
+  AttentionJob job;
+  job.item = &item;
+  job.params = &params;
+  job.group = queries.heads / layer.shape.kv_heads;
+  job.view.layer = &layer;
+  job.view.state = &state;
+  job.view.rule = &core.rule();
+  job.view.first_tokens = core.config().first_tokens;
+  job.view.before = job.view.after = state.length;
+  job.view.coded_end = state.coded_end();
+  const std::size_t tasks = queries.tokens * layer.shape.kv_heads;
+  Carver measure(nullptr);
+  (void)RowBlock::carve(layer, job.group, measure);
+  const std::size_t slot_count = (std::min)(tasks, Slots::kMost);
+  Slots slots;
+  slots.reset(slot_count);
+  const Scratch workspace(measure.used() * slot_count);
+  if (!workspace) return {Status::out_of_memory, "workspace"};
+  executor(tasks, [&](std::size_t task) {
+    const std::size_t slot = slots.claim();
+    Carver carver(workspace.get() + slot * measure.used());
+    RowBlock block = RowBlock::carve(layer, job.group, carver);
+    score_all(job, block, task % layer.shape.kv_heads, task / layer.shape.kv_heads, out);
+    slots.release(slot);
+  });
+  return {};
+}
+
+}  // namespace detail
+
+/// out[t][h][j] = q_th . k_j, unscaled and unmasked, for all tokens j of the layer as the newest position sees them: from codes,
+/// or raw for the first and the newest tokens. queries: [tokens][heads][head_dim]; out: [tokens][heads][length of the layer].
+/// Positions freed behind a window are -infinity. Errors: unknown_sequence, bad_layer, bad_shape, non_finite_input,
+/// out_of_memory.
+template <class... F, class E = Serial>
+Status logits(const KVCache<F...>& cache, SequenceId sequence, std::size_t layer, ConstRows queries, float* out,
+              E&& executor = {}) {
+  return detail::logits(CacheAccess::core(cache), sequence, layer, queries, out, executor);
+}
+
+}  // namespace turboquant

@@ -1,0 +1,332 @@
+// Attention of one block of queries over one KV head: online softmax over coded pages and raw tiles, in a fixed order.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include <turboquant/attention/batch.hpp>
+#include <turboquant/attention/view.hpp>
+
+namespace turboquant::detail {
+
+// Hands out aligned pieces of a task's scratch; with a null base it only measures.
+class Carver {
+ public:
+  explicit Carver(std::byte* base) : base_(base) {}
+  template <class T>
+  T* take(std::size_t count) {
+    T* piece = reinterpret_cast<T*>(base_ + used_);
+    used_ += layout::round_up(count * sizeof(T), kCacheLine);
+    return base_ != nullptr ? piece : nullptr;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+
+// Keys that one row may read: codes [coded_low, coded_high), raw rows [first_low, first_high) of the first tokens and
+// [tail_low, tail_high).
+struct RowRange {
+  std::size_t coded_low, coded_high, first_low, first_high, tail_low, tail_high;
+};
+
+// The softmax of one row over one set of keys; acc is not divided by the sum yet.
+struct Partial {
+  SoftmaxState* states;  // [rows]
+  float* acc;            // [rows][value_dim]
+};
+
+// One row is one query head at one query position. Every number of a row depends on that row alone, so results do not depend
+// on how rows are grouped into blocks.
+struct RowBlock {
+  std::size_t rows = 0;
+  QueryBlock query;
+  float* factor;           // [rows]: unit * scale
+  RowRange* ranges;        // [rows]
+  std::ptrdiff_t* positions;
+  float* slopes;           // [rows]
+  float* logits;           // [rows][kChunk]
+  std::int16_t* weights;   // [rows][kChunk]
+  WeightSums* sums;        // [rows]
+  Partial split, coded, raw;
+  bfloat16* staging;       // [16][dim]
+  float* row;              // [dim]
+
+  static constexpr std::size_t kChunk = 256;     // tokens of the largest page
+  static constexpr std::size_t kRawChunk = 64;   // raw tokens per softmax step
+
+  static RowBlock carve(const Layer& layer, std::size_t rows, Carver& carver) {
+    const std::size_t key_dim = layer.shape.head_dim, value_dim = layer.shape.value_dim;
+    const std::size_t widest = (std::max)(key_dim, value_dim);
+    RowBlock b;
+    b.rows = rows;
+    b.query.rows = rows;
+    b.query.dim = key_dim;
+    b.query.plane_count = layer.operations->query_planes;
+    b.query.normal = carver.take<float>(rows * key_dim);
+    b.query.rotated = carver.take<float>(rows * key_dim);
+    b.query.planes = carver.take<std::int8_t>(rows * key_dim * b.query.plane_count);
+    b.query.step = carver.take<float>(rows);
+    b.query.unit = carver.take<float>(rows);
+    b.factor = carver.take<float>(rows);
+    b.ranges = carver.take<RowRange>(rows);
+    b.positions = carver.take<std::ptrdiff_t>(rows);
+    b.slopes = carver.take<float>(rows);
+    b.logits = carver.take<float>(rows * kChunk);
+    b.weights = carver.take<std::int16_t>(rows * kChunk);
+    b.sums = carver.take<WeightSums>(rows);
+    for (Partial* part : {&b.split, &b.coded, &b.raw}) {
+      part->states = carver.take<SoftmaxState>(rows);
+      part->acc = carver.take<float>(rows * value_dim);
+    }
+    b.staging = carver.take<bfloat16>(layout::kTileTokens * widest);
+    b.row = carver.take<float>(widest);
+    return b;
+  }
+};
+
+inline void clear(const Partial& part, std::size_t rows, std::size_t dim) {
+  for (std::size_t r = 0; r < rows; ++r) part.states[r] = SoftmaxState{0, 0};
+  std::memset(part.acc, 0, rows * dim * sizeof(float));
+}
+
+// to := to + from, row by row. A row without keys on one side takes the other side's bits.
+inline void fold(const Operations& ops, const Partial& to, const Partial& from, std::size_t rows, std::size_t dim) {
+  for (std::size_t r = 0; r < rows; ++r) {
+    SoftmaxState& a = to.states[r];
+    const SoftmaxState& b = from.states[r];
+    if (!(b.sum > 0)) continue;
+    if (!(a.sum > 0)) {
+      a = b;
+      std::copy_n(from.acc + r * dim, dim, to.acc + r * dim);
+      continue;
+    }
+    const float largest = (std::max)(a.largest, b.largest);
+    const float fa = ops.exp_negative(a.largest - largest), fb = ops.exp_negative(b.largest - largest);
+    ops.combine(to.acc + r * dim, fa, from.acc + r * dim, fb, dim);
+    a = {largest, fa * a.sum + fb * b.sum};
+  }
+}
+
+// What all blocks of one item share.
+struct AttentionJob {
+  const BatchItem* item = nullptr;
+  const AttentionParams* params = nullptr;
+  SequenceView view{};
+  std::ptrdiff_t position = 0;  // of query 0
+  std::size_t group = 1;        // query heads per KV head
+  float scale = 1;
+
+  const Operations& operations() const { return *view.layer->operations; }
+
+  RowRange range(std::ptrdiff_t p) const {
+    const std::size_t first = view.first_tokens;
+    std::size_t low = item->key_begin, high = (std::min)(item->key_end, view.after), coded = view.coded_for(view.after - 1);
+    if (view.after == 0) high = coded = 0;
+    if (params->causal) {
+      if (p < 0) return {};
+      const auto at = static_cast<std::size_t>(p);
+      high = (std::min)(high, at + 1);
+      coded = view.coded_for(at);
+    }
+    const std::size_t window = view.layer->shape.window;
+    if (window != 0 && p >= 0) low = (std::max)(low, saturating_subtract(static_cast<std::size_t>(p) + 1, window));
+    RowRange r{};
+    const auto clip = [&](std::size_t begin, std::size_t end, std::size_t& from, std::size_t& to) {
+      from = (std::max)(low, begin);
+      to = (std::max)((std::min)(high, end), from);
+    };
+    clip(0, (std::min)(first, view.after), r.first_low, r.first_high);
+    clip(first, coded, r.coded_low, r.coded_high);
+    clip((std::max)(coded, first), view.after, r.tail_low, r.tail_high);
+    return r;
+  }
+
+  // Rows of the queries [begin, end), all heads of the group of `kv_head`; the block has room for them.
+  void prepare(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end) const {
+    b.rows = b.query.rows = (end - begin) * group;
+    for (std::size_t r = 0; r < b.rows; ++r) {
+      const std::size_t token = begin + r / group, head = kv_head * group + r % group;
+      load_row(item->queries, token, head, b.row);
+      operations().prepare_query(view.layer->key_rotation, b.row, b.query, r);
+      b.factor[r] = (std::min)(b.query.unit[r] * scale, std::numeric_limits<float>::max());
+      if (b.factor[r] < 0) b.factor[r] = (std::max)(b.factor[r], std::numeric_limits<float>::lowest());
+      b.positions[r] = position + static_cast<std::ptrdiff_t>(token);
+      b.ranges[r] = range(b.positions[r]);
+      b.slopes[r] = params->alibi_slopes.empty() ? 0.0f : params->alibi_slopes[head];
+    }
+  }
+
+  // logits [begin, end) of row r, whose column t is the key at position `origin` + t: soft cap, ALiBi, softmax step over the
+  // visible columns [low, high). Rescales the row's accumulator.
+  void soften(RowBlock& b, std::size_t r, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
+              std::ptrdiff_t origin, const Partial& to) const {
+    float* logits = b.logits + r * RowBlock::kChunk;
+    if (params->softcap > 0) operations().soft_cap(logits, low, high, params->softcap);
+    if (b.slopes[r] != 0) {
+      for (std::size_t t = low; t < high; ++t) {
+        logits[t] += b.slopes[r] * static_cast<float>(origin + static_cast<std::ptrdiff_t>(t) - b.positions[r]);
+      }
+    }
+    const bool fresh = !(to.states[r].sum > 0);
+    const float factor = operations().softmax_step(logits, begin, end, low, high, to.states[r]);
+    if (fresh || factor == 1.0f) return;
+    const std::size_t dim = view.layer->shape.value_dim;
+    for (std::size_t i = 0; i < dim; ++i) to.acc[r * dim + i] *= factor;
+  }
+
+  // to := the attention over the entries [begin, end), in the rotated domain.
+  void attend_entries(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, const Partial& to) const {
+    const Layer& layer = *view.layer;
+    const std::size_t dim = layer.shape.value_dim;
+    clear(to, b.rows, dim);
+    for (std::size_t e = begin; e < end; ++e) {
+      const Entry entry = view.entry(e);
+      std::size_t low = npos, high = 0, row_begin = b.rows, row_end = 0;
+      for (std::size_t r = 0; r < b.rows; ++r) {
+        const std::size_t from = (std::max)(b.ranges[r].coded_low, entry.begin);
+        const std::size_t until = (std::min)(b.ranges[r].coded_high, entry.end());
+        if (from >= until) continue;
+        low = (std::min)(low, from), high = (std::max)(high, until);
+        row_begin = (std::min)(row_begin, r), row_end = r + 1;
+      }
+      if (row_begin >= row_end) continue;
+      const std::size_t shift = entry.begin - entry.first;  // position of the page's token 0, modulo 2^64
+      const std::size_t tile_begin = (low - shift) / 16, tile_end = (high - shift + 15) / 16;
+      const CodedPart keys = layer.part(entry.page, Side::key, kv_head);
+      const CodedPart values = layer.part(entry.page, Side::value, kv_head);
+      float* logits = b.logits + row_begin * RowBlock::kChunk;
+      layer.operations->score(keys, tile_begin, tile_end, b.query, row_begin, row_end, b.factor, logits, RowBlock::kChunk);
+      for (std::size_t r = row_begin; r < row_end; ++r) {
+        const std::size_t from = (std::max)(b.ranges[r].coded_low, entry.begin);
+        const std::size_t until = (std::min)(b.ranges[r].coded_high, entry.end());
+        b.sums[r] = WeightSums{0, 0, 0};
+        if (from >= until) continue;
+        soften(b, r, tile_begin * 16, tile_end * 16, from - shift, until - shift, static_cast<std::ptrdiff_t>(shift), to);
+        b.sums[r] = layer.operations->weigh(values, b.logits + r * RowBlock::kChunk, tile_begin * 16, tile_end * 16,
+                                            b.weights + r * RowBlock::kChunk);
+      }
+      layer.operations->accumulate(values, tile_begin, tile_end, row_end - row_begin,
+                                   b.weights + row_begin * RowBlock::kChunk, RowBlock::kChunk, b.sums + row_begin,
+                                   to.acc + row_begin * dim, dim);
+    }
+  }
+
+  // to := the attention over the raw rows, not rotated: first tokens, then the newest.
+  void attend_raw(RowBlock& b, std::size_t kv_head, const Partial& to) const {
+    clear(to, b.rows, view.layer->shape.value_dim);
+    attend_raw_range(b, kv_head, 0, &RowRange::first_low, &RowRange::first_high, to);
+    attend_raw_range(b, kv_head, view.state->base, &RowRange::tail_low, &RowRange::tail_high, to);
+  }
+
+  // The block's whole result: coded splits folded in order, then the raw part, then written out.
+  void attend_block(RowBlock& b, std::size_t kv_head, std::size_t query_begin, std::size_t query_end,
+                    std::size_t split_entries) const {
+    prepare(b, kv_head, query_begin, query_end);
+    const std::size_t dim = view.layer->shape.value_dim;
+    clear(b.coded, b.rows, dim);
+    const std::size_t end = view.end_entry();
+    for (std::size_t s = view.first_entry() / split_entries; s * split_entries < end; ++s) {
+      const std::size_t from = (std::max)(s * split_entries, view.first_entry());
+      attend_entries(b, kv_head, from, (std::min)((s + 1) * split_entries, end), b.split);
+      fold(operations(), b.coded, b.split, b.rows, dim);
+    }
+    attend_raw(b, kv_head, b.raw);
+    finish(b.coded, b.raw, b.rows, kv_head, query_begin, b.row);
+  }
+
+  // Rotates the coded part back, adds the raw part, lets sinks take part, divides, writes.
+  void finish(const Partial& coded, const Partial& raw, std::size_t rows, std::size_t kv_head, std::size_t query_begin,
+              float* row) const {
+    const std::size_t dim = view.layer->shape.value_dim;
+    for (std::size_t r = 0; r < rows; ++r) {
+      if (coded.states[r].sum > 0) {
+        operations().rotate_back(view.layer->value_rotation, coded.acc + r * dim, coded.acc + r * dim);
+      }
+    }
+    fold(operations(), coded, raw, rows, dim);
+    for (std::size_t r = 0; r < rows; ++r) {
+      const std::size_t token = query_begin + r / group, head = kv_head * group + r % group;
+      SoftmaxState state = coded.states[r];
+      float* acc = coded.acc + r * dim;
+      if (item->lse != nullptr) {
+        item->lse[token * item->queries.heads + head] =
+            state.sum > 0 ? state.largest + std::log(state.sum) : -std::numeric_limits<float>::infinity();
+      } else if (!params->sink_logits.empty() && state.sum > 0) {
+        const float sink = params->sink_logits[head], largest = (std::max)(state.largest, sink);
+        const float factor = operations().exp_negative(state.largest - largest);
+        state.sum = state.sum * factor + operations().exp_negative(sink - largest);
+        for (std::size_t i = 0; i < dim; ++i) acc[i] *= factor;
+      }
+      for (std::size_t i = 0; i < dim; ++i) row[i] = state.sum > 0 ? acc[i] / state.sum : 0.0f;
+      store_row(item->out, token, head, row);
+    }
+  }
+
+ private:
+  // Softmax steps of kRawChunk positions counted from `origin`: a row's steps depend on its own range only.
+  void attend_raw_range(RowBlock& b, std::size_t kv_head, std::size_t origin, std::size_t RowRange::*range_low,
+                        std::size_t RowRange::*range_high, const Partial& to) const {
+    const Layer& layer = *view.layer;
+    const std::size_t dim = layer.shape.value_dim;
+    std::size_t low = npos, high = 0;
+    for (std::size_t r = 0; r < b.rows; ++r) {
+      if (b.ranges[r].*range_low >= b.ranges[r].*range_high) continue;
+      low = (std::min)(low, b.ranges[r].*range_low);
+      high = (std::max)(high, b.ranges[r].*range_high);
+    }
+    if (low >= high) return;
+    for (std::size_t chunk = low - (low - origin) % RowBlock::kRawChunk; chunk < high; chunk += RowBlock::kRawChunk) {
+      std::size_t from = npos, until = 0, row_begin = b.rows, row_end = 0;
+      const auto visible = [&](std::size_t r, std::size_t& begin, std::size_t& end) {
+        begin = (std::max)(b.ranges[r].*range_low, chunk);
+        end = (std::min)(b.ranges[r].*range_high, chunk + RowBlock::kRawChunk);
+        return begin < end;
+      };
+      for (std::size_t r = 0; r < b.rows; ++r) {
+        std::size_t begin = 0, end = 0;
+        if (!visible(r, begin, end)) continue;
+        from = (std::min)(from, begin), until = (std::max)(until, end);
+        row_begin = (std::min)(row_begin, r), row_end = r + 1;
+      }
+      if (row_begin >= row_end) continue;
+      float* logits = b.logits + row_begin * RowBlock::kChunk;
+      for_each_tile(from, until, chunk, [&](std::size_t begin, std::size_t count) {
+        const bfloat16* keys = view.raw_rows(Side::key, kv_head, begin, count, b.staging);
+        layer.operations->score_raw(keys, count, b.query, row_begin, row_end, b.factor, logits + (begin - chunk),
+                                    RowBlock::kChunk);
+      });
+      for (std::size_t r = row_begin; r < row_end; ++r) {
+        std::size_t begin = 0, end = 0;
+        if (visible(r, begin, end)) {
+          soften(b, r, from - chunk, until - chunk, begin - chunk, end - chunk, static_cast<std::ptrdiff_t>(chunk), to);
+        } else {
+          std::fill_n(b.logits + r * RowBlock::kChunk + (from - chunk), until - from, 0.0f);
+        }
+      }
+      for_each_tile(from, until, chunk, [&](std::size_t begin, std::size_t count) {
+        const bfloat16* values = view.raw_rows(Side::value, kv_head, begin, count, b.staging);
+        layer.operations->accumulate_raw(values, count, dim, row_end - row_begin, logits + (begin - chunk), RowBlock::kChunk,
+                                         to.acc + row_begin * dim, dim);
+      });
+    }
+  }
+
+  // Calls visit(begin, count) for the pieces of [from, until) between multiples of 16 counted from `chunk`.
+  template <class Visit>
+  static void for_each_tile(std::size_t from, std::size_t until, std::size_t chunk, Visit visit) {
+    while (from < until) {
+      const std::size_t end = (std::min)(until, chunk + ((from - chunk) / 16 + 1) * 16);
+      visit(from, end - from);
+      from = end;
+    }
+  }
+};
+
+}  // namespace turboquant::detail

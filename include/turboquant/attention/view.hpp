@@ -1,0 +1,72 @@
+// What the queries of one call can read of one layer of a sequence: pages, raw tiles, and the rows of the call itself.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <turboquant/cache/cache_core.hpp>
+
+namespace turboquant::detail {
+
+// The sequence as it stands after the call's append, without having been changed: old entries and tiles, new pages, and the
+// caller's own rows for the new tokens.
+struct SequenceView {
+  const Layer* layer = nullptr;
+  const LayerState* state = nullptr;
+  const CodingRule* rule = nullptr;
+  std::size_t first_tokens = 0;
+  std::size_t before = 0, after = 0;   // tokens before and after the append
+  std::size_t coded_end = 0;           // codes after the append: [held_begin, coded_end)
+  ConstRows keys{}, values{};          // rows of the positions [before, after)
+  Block* const* new_pages = nullptr;   // pages coded in this call, from state->coded_end() on
+
+  // Entries are numbered for ever: freed ones count.
+  std::size_t first_entry() const { return state->dropped_entries; }
+  std::size_t end_entry() const {
+    return state->dropped_entries + state->entries.size() + (coded_end - state->coded_end()) / rule->page_tokens;
+  }
+  Entry entry(std::size_t number) const {
+    const std::size_t index = number - state->dropped_entries;
+    if (index < state->entries.size()) return state->entries[index];
+    const std::size_t fresh = index - state->entries.size();
+    return {new_pages[fresh], state->coded_end() + fresh * rule->page_tokens, 0,
+            static_cast<std::uint32_t>(rule->page_tokens)};
+  }
+
+  // A query at p reads codes up to here. Raw rows before tail_begin are gone, so a query that comes later than the call which
+  // appended its position reads codes instead.
+  std::size_t coded_for(std::size_t p) const {
+    return (std::min)((std::max)(rule->coded(state->base, p + 1), state->tail_begin), coded_end);
+  }
+
+  // Copies one raw row, rounded to bf16. Requires position < first_tokens or position >= tail_begin.
+  void raw_row(Side side, std::size_t head, std::size_t position, bfloat16* out) const {
+    if (position >= before) {
+      load_row(side == Side::key ? keys : values, position - before, head, out);
+    } else {
+      std::copy_n(held_row(side, head, position), layer->dim(side), out);
+    }
+  }
+
+  // Rows [begin, begin + count) of one head, contiguous: in place if they lie in one tile, else copied to `staging`
+  // ([16][dim]). Requires count <= 16 and begin on the tile grid or beyond its start in the same tile.
+  const bfloat16* raw_rows(Side side, std::size_t head, std::size_t begin, std::size_t count, bfloat16* staging) const {
+    if (begin + count <= before && tile_of(begin) == tile_of(begin + count - 1)) return held_row(side, head, begin);
+    for (std::size_t t = 0; t < count; ++t) raw_row(side, head, begin + t, staging + t * layer->dim(side));
+    return staging;
+  }
+
+ private:
+  std::size_t tile_of(std::size_t position) const {
+    return position < first_tokens ? position / 16 : npos / 2 + (position - state->tail_begin) / 16;
+  }
+  const bfloat16* held_row(Side side, std::size_t head, std::size_t position) const {
+    const bool first = position < first_tokens;
+    const Array<Block*>& from = first ? state->first_tiles : state->tail;
+    const std::size_t offset = first ? position : position - state->tail_begin;
+    return layer->tile_row(from[offset / 16], side, head, offset % 16);
+  }
+};
+
+}  // namespace turboquant::detail

@@ -1,0 +1,570 @@
+// The container behind KVCache<F...>, written once for all formats: sequences, pages, tails, rollback, limits.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <turboquant/cache/config.hpp>
+#include <turboquant/cache/layer.hpp>
+#include <turboquant/cache/page_pool.hpp>
+#include <turboquant/cache/sequence.hpp>
+#include <turboquant/core/refuse.hpp>
+#include <turboquant/core/rows.hpp>
+#include <turboquant/core/status.hpp>
+
+namespace turboquant::detail {
+
+class CacheCore {
+ public:
+  CacheCore(CacheConfig config, std::span<const Operations* const> formats)
+      : config_(std::move(config)),
+        rule_{config_.page_tokens, config_.recent_tokens, config_.rollback_tokens},
+        pool_(config_.memory, config_.max_bytes) {
+    const std::string why = why_invalid(config_, formats.size());
+    if (!why.empty()) refuse(why);
+    layers_.reserve(config_.layers.size());
+    for (const LayerShape& shape : config_.layers) {
+      Layer layer;
+      layer.shape = shape;
+      if (layer.shape.value_dim == 0) layer.shape.value_dim = shape.head_dim;
+      const Operations* operations = formats[shape.format];
+      layer.operations = operations;
+      layer.page_shape = {config_.page_tokens,
+                          shape.kv_heads,
+                          shape.center_bits,
+                          {layer.shape.head_dim, operations->key_bits, false},
+                          {layer.shape.value_dim, operations->value_bits, operations->value_zero_points}};
+      layer.page = layout::page_layout(layer.page_shape);
+      layer.key_rotation = rotation(layer.shape.head_dim);
+      layer.value_rotation = rotation(layer.shape.value_dim);
+      if (!pool_.add_class(layer.page.bytes, BlockUse::page, layer.page_class) ||
+          !pool_.add_class(layer.tile_bytes(), BlockUse::tile, layer.tile_class)) {
+        refuse_for_memory();
+      }
+      layers_.push_back(layer);
+    }
+  }
+
+  CacheCore(const CacheCore&) = delete;
+  CacheCore& operator=(const CacheCore&) = delete;
+
+  ~CacheCore() {
+    table_.for_each([this](Sequence* sequence) { destroy(sequence); });
+  }
+
+  const CacheConfig& config() const noexcept { return config_; }
+  const CodingRule& rule() const noexcept { return rule_; }
+  std::size_t layer_count() const noexcept { return layers_.size(); }
+  const Layer& layer(std::size_t index) const noexcept { return layers_[index]; }
+  PagePool& pool() noexcept { return pool_; }
+  Sequence* find(SequenceId id) const noexcept { return table_.find(id); }
+
+  Status create_sequence(SequenceId& created) noexcept {
+    Sequence* sequence = make_sequence();
+    if (sequence == nullptr) return {Status::out_of_memory, "sequence"};
+    return adopt(sequence, created);
+  }
+
+  Status fork(SequenceId source_id, std::size_t length, SequenceId& created) noexcept {
+    Sequence* source = nullptr;
+    if (const Status status = mutable_sequence(source_id, source); status.code != Status::ok) return status;
+    if (const Status status = check_shorten(*source, length); status.code != Status::ok) return status;
+    Sequence* child = make_sequence();
+    if (child == nullptr) return {Status::out_of_memory, "sequence"};
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const LayerState& from = source->layers[l];
+      LayerState& to = child->layers[l];
+      if (!copy(from.entries, to.entries) || !copy(from.first_tiles, to.first_tiles) || !copy(from.tail, to.tail)) {
+        // Nothing is shared yet: forget the pointers before they are released.
+        for (std::size_t k = 0; k <= l; ++k) forget_blocks(child->layers[k]);
+        destroy(child);
+        return {Status::out_of_memory, "sequence"};
+      }
+      to.length = from.length;
+      to.base = from.base;
+      to.tail_begin = from.tail_begin;
+      to.held_begin = from.held_begin;
+      to.dropped_entries = from.dropped_entries;
+    }
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      for_each_block(child->layers[l], [](Block* block) { block->retain(); });
+      shorten(child->layers[l], length);
+    }
+    return adopt(child, created);
+  }
+
+  Status truncate(SequenceId id, std::size_t length) noexcept {
+    Sequence* sequence = nullptr;
+    if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
+    if (const Status status = check_shorten(*sequence, length); status.code != Status::ok) return status;
+    for (std::size_t l = 0; l < layers_.size(); ++l) shorten(sequence->layers[l], length);
+    return {};
+  }
+
+  // Removes the positions [begin, end); later tokens move down. Codes only: the range must lie between first_tokens and the
+  // last coded token, or reach the end of the sequence.
+  Status erase(SequenceId id, std::size_t begin, std::size_t end) noexcept {
+    Sequence* sequence = nullptr;
+    if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
+    const std::size_t length = shortest(*sequence);
+    if (end > length || begin > end) return bad_shape(begin > end ? "begin" : "end", begin > end ? end : length, begin > end ? begin : end);
+    if (begin == end) return {};
+    if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
+    if (end == length) return truncate(id, begin);
+    if (begin < config_.first_tokens) return bad_shape("begin", config_.first_tokens, begin);
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      if (end > state.coded_end()) return bad_shape("end", state.coded_end(), end);
+      if (begin < state.held_begin) return {Status::behind_window, "begin", as_signed(state.held_begin), as_signed(begin)};
+      if (!state.entries.reserve(state.entries.size() + 1)) return {Status::out_of_memory, "entries"};
+    }
+    for (std::size_t l = 0; l < layers_.size(); ++l) erase(sequence->layers[l], begin, end);
+    account(*sequence);
+    return {};
+  }
+
+  Status reserve(SequenceId id, std::size_t tokens) noexcept {
+    Sequence* sequence = nullptr;
+    if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
+    std::unique_ptr<std::size_t[]> needed(new (std::nothrow) std::size_t[pool_.class_count()]());
+    if (needed == nullptr) return {Status::out_of_memory, "reserve"};
+    constexpr std::size_t kMost = std::size_t{1} << 48;
+    if (tokens > kMost) return {Status::out_of_memory, "reserve", as_signed(kMost), -1};
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      const std::size_t length = state.length + tokens;
+      const std::size_t pages = (rule_.coded(state.base, length) - rule_.coded(state.base, state.length)) / rule_.page_tokens;
+      // Tiles: one for every 16 tokens that are ever in the tail at once, and two partial ones that may have to be copied.
+      const std::size_t widest = (std::min)(tokens, rule_.recent_tokens + rule_.page_tokens + rule_.rollback_tokens);
+      const std::size_t tiles = layout::round_up(widest, 16) / 16 + 1 + 2 +
+                                (state.length < config_.first_tokens
+                                     ? (std::min)(tokens, config_.first_tokens - state.length) / 16 + 1
+                                     : 0);
+      needed[layers_[l].page_class] += pages;
+      needed[layers_[l].tile_class] += tiles;
+      if (!state.entries.reserve(state.entries.size() + pages) || !state.tail.reserve(state.tail.size() + tiles) ||
+          !state.first_tiles.reserve(state.first_tiles.size() + tiles)) {
+        return {Status::out_of_memory, "entries"};
+      }
+    }
+    // All or nothing.
+    for (unsigned c = 0; c < pool_.class_count(); ++c) {
+      Array<Block*>& blocks = sequence->reserved[c];
+      const std::size_t before = blocks.size();
+      bool enough = needed[c] <= before || blocks.reserve(needed[c]);
+      while (enough && blocks.size() < needed[c]) {
+        Block* block = pool_.acquire(c);
+        enough = block != nullptr && blocks.push_back(block);
+      }
+      if (enough) {
+        needed[c] = before;  // from here on: what to go back to
+        continue;
+      }
+      needed[c] = before;
+      for (unsigned k = 0; k <= c; ++k) {
+        while (sequence->reserved[k].size() > needed[k]) release_last(sequence->reserved[k]);
+      }
+      account(*sequence);
+      return {Status::out_of_memory, "reserve"};
+    }
+    account(*sequence);
+    return {};
+  }
+
+  Status seal(SequenceId id) noexcept {
+    Sequence* sequence = nullptr;
+    if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
+    if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
+    // All memory first, so that a failure changes nothing.
+    std::size_t pages = 0, scratch_bytes = 0;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const std::size_t count = pages_to_seal(sequence->layers[l]);
+      pages += count;
+      scratch_bytes = (std::max)(scratch_bytes, layers_[l].encode_scratch_bytes());
+      if (!sequence->layers[l].entries.reserve(sequence->layers[l].entries.size() + count)) {
+        return {Status::out_of_memory, "entries"};
+      }
+    }
+    const Scratch scratch(scratch_bytes);
+    Array<Block*> fresh;
+    bool enough = static_cast<bool>(scratch) && fresh.reserve(pages);
+    for (std::size_t l = 0; enough && l < layers_.size(); ++l) {
+      for (std::size_t i = pages_to_seal(sequence->layers[l]); enough && i > 0; --i) {
+        Block* block = take(*sequence, layers_[l].page_class);
+        enough = block != nullptr && fresh.push_back(block);
+      }
+    }
+    if (!enough) {
+      while (!fresh.empty()) release_last(fresh);
+      return {Status::out_of_memory, "pages"};
+    }
+    std::size_t next = 0;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const std::size_t count = pages_to_seal(sequence->layers[l]);
+      seal(layers_[l], sequence->layers[l], {fresh.data() + next, count}, scratch.get());
+      next += count;
+    }
+    account(*sequence);
+    return {};
+  }
+
+  void release(SequenceId id) noexcept {
+    Sequence* sequence = table_.find(id);
+    if (sequence == nullptr || sequence->pending != nullptr) return;
+    sequence = table_.remove(id);
+    if (sequence != nullptr) destroy(sequence);
+  }
+
+  std::size_t length(SequenceId id) const noexcept {
+    const Sequence* sequence = table_.find(id);
+    return sequence != nullptr ? shortest(*sequence) : 0;
+  }
+
+  Status read(SequenceId id, std::size_t index, std::size_t begin, Rows keys, Rows values) const noexcept {
+    const Sequence* sequence = table_.find(id);
+    if (sequence == nullptr) return {Status::unknown_sequence, "sequence"};
+    if (index >= layers_.size()) return {Status::bad_layer, "layer", as_signed(layers_.size()), as_signed(index)};
+    const Layer& layer = layers_[index];
+    const LayerState& state = sequence->layers[index];
+    for (const Side side : {Side::key, Side::value}) {
+      const Rows& rows = side == Side::key ? keys : values;
+      if (rows.tokens == 0) continue;
+      if (rows.data == nullptr) return bad_shape(side == Side::key ? "keys.data" : "values.data", 1, 0);
+      if (rows.heads != layer.shape.kv_heads) return bad_shape(side == Side::key ? "keys.heads" : "values.heads", layer.shape.kv_heads, rows.heads);
+      if (rows.dim != layer.dim(side)) return bad_shape(side == Side::key ? "keys.dim" : "values.dim", layer.dim(side), rows.dim);
+      if (begin > state.length || rows.tokens > state.length - begin) {
+        return bad_shape(side == Side::key ? "keys.tokens" : "values.tokens", state.length - (std::min)(begin, state.length), rows.tokens);
+      }
+      if (begin + rows.tokens > config_.first_tokens && begin < state.held_begin && state.held_begin > config_.first_tokens) {
+        return {Status::behind_window, "begin", as_signed(state.held_begin), as_signed(begin)};
+      }
+    }
+    const std::size_t coded = (std::max)(rule_.coded(state.base, state.length), state.tail_begin);
+    for (const Side side : {Side::key, Side::value}) {
+      const Rows& rows = side == Side::key ? keys : values;
+      for (std::size_t t = 0; t < rows.tokens; ++t) {
+        for (std::size_t head = 0; head < layer.shape.kv_heads; ++head) {
+          float out[1024];
+          read_row(layer, state, side, head, begin + t, coded, out);
+          store_row(rows, t, head, out);
+        }
+      }
+    }
+    return {};
+  }
+
+  MemoryUse memory() const noexcept {
+    MemoryUse use{};
+    use.page_bytes = pool_.live_bytes(BlockUse::page);
+    use.tail_bytes = pool_.live_bytes(BlockUse::tile);
+    use.table_bytes = table_.bytes() + table_bytes_.load(std::memory_order_relaxed);
+    double bits = 0, coordinates = 0;
+    for (const Layer& layer : layers_) {
+      const double width = static_cast<double>(layer.shape.kv_heads) * (layer.shape.head_dim + layer.shape.value_dim);
+      bits += layout::bits_per_coordinate(layer.page_shape) * width;
+      coordinates += width;
+    }
+    use.bits_per_coordinate = bits / coordinates;
+    return use;
+  }
+
+  // ---- for the attention plan ----------------------------------------------------------------------------------------
+
+  // A block of the class, from what the sequence reserved or else from the pool; null: out of memory.
+  Block* take(Sequence& sequence, unsigned size_class) noexcept {
+    Array<Block*>& reserved = sequence.reserved[size_class];
+    if (reserved.empty()) return pool_.acquire(size_class);
+    Block* block = reserved.back();
+    reserved.erase(reserved.size() - 1, reserved.size());
+    return block;
+  }
+
+  // Puts an unused block back where take() would find it first.
+  void give_back(Sequence& sequence, unsigned size_class, Block* block) noexcept {
+    Array<Block*>& reserved = sequence.reserved[size_class];
+    if (reserved.size() == reserved.capacity() || !reserved.push_back(block)) pool_.release(block);
+  }
+
+  // Frees whole pages that no query of the sequence, shortened by rollback_tokens, can see.
+  void free_behind_window(const Layer& layer, LayerState& state) noexcept {
+    if (layer.shape.window == 0) return;
+    const std::size_t visible = saturating_subtract(state.length, rule_.rollback_tokens + layer.shape.window);
+    std::size_t count = 0;
+    while (count < state.entries.size() && state.entries[count].end() <= visible) {
+      state.held_begin = state.entries[count].end();
+      pool_.release(state.entries[count++].page);
+    }
+    state.entries.erase(0, count);
+    state.dropped_entries += count;
+  }
+
+  // Brings the total of table bytes up to date after the sequence's tables may have grown.
+  void account(Sequence& sequence) noexcept {
+    std::size_t bytes = sizeof(Sequence);
+    for (std::size_t l = 0; l < layers_.size(); ++l) bytes += sequence.layers[l].table_bytes();
+    for (unsigned c = 0; c < pool_.class_count(); ++c) {
+      bytes += sizeof(Array<Block*>) + sequence.reserved[c].capacity() * sizeof(Block*);
+    }
+    table_bytes_.fetch_add(bytes - sequence.accounted_bytes, std::memory_order_relaxed);
+    sequence.accounted_bytes = bytes;
+  }
+
+  // The sequence for a call that changes it.
+  Status mutable_sequence(SequenceId id, Sequence*& sequence) const noexcept {
+    sequence = table_.find(id);
+    if (sequence == nullptr) return {Status::unknown_sequence, "sequence"};
+    if (sequence->pending != nullptr) return {Status::bad_shape, "pending plan"};
+    return {};
+  }
+
+  static Status bad_shape(const char* field, std::size_t expected, std::size_t found) noexcept {
+    return {Status::bad_shape, field, as_signed(expected), as_signed(found)};
+  }
+  static std::int64_t as_signed(std::size_t n) noexcept { return static_cast<std::int64_t>(n); }
+
+ private:
+  RotationView rotation(std::size_t dim) {
+    auto found = std::find_if(rotations_.begin(), rotations_.end(), [dim](const auto& r) { return r->dim() == dim; });
+    if (found == rotations_.end()) {
+      rotations_.push_back(std::make_unique<Rotation>(config_.seed, dim));
+      found = rotations_.end() - 1;
+    }
+    const std::size_t order = base_order(dim);
+    return {dim, (*found)->signs(), base_matrix(order), order};
+  }
+
+  Sequence* make_sequence() noexcept {
+    std::unique_ptr<Sequence> sequence(new (std::nothrow) Sequence);
+    if (sequence == nullptr) return nullptr;
+    sequence->layers.reset(new (std::nothrow) LayerState[layers_.size()]);
+    sequence->reserved.reset(new (std::nothrow) Array<Block*>[pool_.class_count()]);
+    if (sequence->layers == nullptr || sequence->reserved == nullptr) return nullptr;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      state.base = state.tail_begin = state.held_begin = config_.first_tokens;
+    }
+    return sequence.release();
+  }
+
+  Status adopt(Sequence* sequence, SequenceId& created) noexcept {
+    SequenceId id;
+    if (!table_.insert(sequence, id)) {
+      destroy(sequence);
+      return {Status::out_of_memory, "sequence"};
+    }
+    account(*sequence);
+    created = id;
+    return {};
+  }
+
+  void destroy(Sequence* sequence) noexcept {
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      for_each_block(sequence->layers[l], [this](Block* block) { pool_.release(block); });
+    }
+    for (unsigned c = 0; c < pool_.class_count(); ++c) {
+      for (Block* block : sequence->reserved[c]) pool_.release(block);
+    }
+    table_bytes_.fetch_sub(sequence->accounted_bytes, std::memory_order_relaxed);
+    delete sequence;
+  }
+
+  template <class Visit>
+  static void for_each_block(LayerState& state, Visit visit) {
+    for (const Entry& entry : state.entries) visit(entry.page);
+    for (Block* tile : state.first_tiles) visit(tile);
+    for (Block* tile : state.tail) visit(tile);
+  }
+
+  static void forget_blocks(LayerState& state) noexcept {
+    state.entries.clear();
+    state.first_tiles.clear();
+    state.tail.clear();
+  }
+
+  template <class T>
+  static bool copy(const Array<T>& from, Array<T>& to) noexcept {
+    if (!to.reserve(from.size())) return false;
+    for (const T& element : from) {
+      if (!to.push_back(element)) return false;
+    }
+    return true;
+  }
+
+  void release_last(Array<Block*>& blocks) noexcept {
+    pool_.release(blocks.back());
+    blocks.erase(blocks.size() - 1, blocks.size());
+  }
+
+  std::size_t shortest(const Sequence& sequence) const noexcept {
+    std::size_t length = sequence.layers[0].length;
+    for (std::size_t l = 1; l < layers_.size(); ++l) length = (std::min)(length, sequence.layers[l].length);
+    return length;
+  }
+
+  // Between the layers of a step lengths differ; a table operation would have to guess.
+  Status check_aligned(const Sequence& sequence) const noexcept {
+    const std::size_t length = shortest(sequence);
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      if (sequence.layers[l].length != length) return bad_shape("layer lengths", length, sequence.layers[l].length);
+    }
+    return {};
+  }
+
+  Status check_shorten(const Sequence& sequence, std::size_t length) const noexcept {
+    const std::size_t longest = shortest(sequence);
+    if (length > longest) return bad_shape("length", longest, length);
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const LayerState& state = sequence.layers[l];
+      if (state.held_begin <= config_.first_tokens || length <= config_.first_tokens) continue;
+      // The last query of the shortened sequence sees the keys from here on.
+      const std::size_t needed = (std::max)(saturating_subtract(length, layers_[l].shape.window), config_.first_tokens);
+      if (needed < state.held_begin) {
+        return {Status::behind_window, "length", as_signed(state.held_begin + layers_[l].shape.window), as_signed(length)};
+      }
+    }
+    return {};
+  }
+
+  // Shortens one layer. Exact where the raw rows that the shorter sequence needs are still there.
+  void shorten(LayerState& state, std::size_t length) noexcept {
+    if (length == state.length) return;
+    const std::size_t first = config_.first_tokens;
+    const std::size_t coded = rule_.coded(state.base, length);
+    if (length <= first) {
+      cut_entries(state, 0);
+      state.base = state.tail_begin = state.held_begin = first;
+      state.dropped_entries = 0;
+    } else if (length >= state.base && coded >= state.tail_begin) {
+      cut_entries(state, coded);
+    } else {
+      state.base = (std::min)(length, state.tail_begin);
+      cut_entries(state, state.base);
+      if (state.tail_begin > state.base) {
+        cut_tiles(state.tail, 0);
+        state.tail_begin = state.base;
+      }
+    }
+    cut_tiles(state.tail, tiles(saturating_subtract(length, state.tail_begin)));
+    cut_tiles(state.first_tiles, tiles((std::min)(length, first)));
+    state.length = length;
+  }
+
+  // Drops what lies at or behind position `end`.
+  void cut_entries(LayerState& state, std::size_t end) noexcept {
+    while (!state.entries.empty() && state.entries.back().end() > end) {
+      Entry& last = state.entries.back();
+      if (last.begin < end) {
+        last.count = static_cast<std::uint32_t>(end - last.begin);
+        return;
+      }
+      pool_.release(last.page);
+      state.entries.erase(state.entries.size() - 1, state.entries.size());
+    }
+  }
+
+  void cut_tiles(Array<Block*>& blocks, std::size_t count) noexcept {
+    while (blocks.size() > count) release_last(blocks);
+  }
+
+  static std::size_t tiles(std::size_t tokens) { return layout::round_up(tokens, layout::kTileTokens) / layout::kTileTokens; }
+
+  // Requires first_tokens <= begin < end <= coded_end(), and room for one more entry.
+  void erase(LayerState& state, std::size_t begin, std::size_t end) noexcept {
+    const std::size_t removed = end - begin, coded = state.coded_end();
+    for (std::size_t i = 0; i < state.entries.size();) {
+      Entry& entry = state.entries[i];
+      const std::size_t low = (std::max)(entry.begin, begin), high = (std::min)(entry.end(), end);
+      if (low >= high) {
+        if (entry.begin >= end) entry.begin -= removed;
+        ++i;
+      } else if (low == entry.begin && high == entry.end()) {
+        pool_.release(entry.page);
+        state.entries.erase(i, i + 1);
+      } else if (low == entry.begin) {
+        const auto count = static_cast<std::uint32_t>(high - low);
+        entry.first += count;
+        entry.count -= count;
+        entry.begin = begin;
+        ++i;
+      } else {
+        const Entry behind{entry.page, begin, static_cast<std::uint32_t>(entry.first + (high - entry.begin)),
+                           static_cast<std::uint32_t>(entry.end() - high)};
+        entry.count = static_cast<std::uint32_t>(low - entry.begin);
+        ++i;
+        if (behind.count > 0) {
+          behind.page->retain();
+          (void)state.entries.insert(i, behind);  // room was made by the caller
+          ++i;
+        }
+      }
+    }
+    // Raw rows of coded tokens can no longer serve a rollback: page counting starts anew behind the codes.
+    const std::size_t dead = (coded - state.tail_begin) / layout::kTileTokens;
+    for (std::size_t i = 0; i < (std::min)(dead, state.tail.size()); ++i) pool_.release(state.tail[i]);
+    state.tail.erase(0, (std::min)(dead, state.tail.size()));
+    state.base = state.tail_begin = coded - removed;
+    state.length -= removed;
+  }
+
+  std::size_t pages_to_seal(const LayerState& state) const noexcept {
+    const std::size_t coded = rule_.coded(state.base, state.length);
+    return layout::round_up(saturating_subtract(state.length, coded), rule_.page_tokens) / rule_.page_tokens;
+  }
+
+  void seal(const Layer& layer, LayerState& state, std::span<Block* const> pages, std::byte* scratch) noexcept {
+    std::size_t begin = rule_.coded(state.base, state.length);
+    for (Block* page : pages) {
+      const std::size_t count = (std::min)(rule_.page_tokens, state.length - begin);
+      layer.clear_padding(page);
+      for (const Side side : {Side::key, Side::value}) {
+        for (std::size_t head = 0; head < layer.shape.kv_heads; ++head) {
+          layer.encode(page, side, head, count, scratch, [&](std::size_t t, bfloat16* out) {
+            const std::size_t at = begin + t - state.tail_begin;
+            std::copy_n(layer.tile_row(state.tail[at / 16], side, head, at % 16), layer.dim(side), out);
+          });
+        }
+      }
+      (void)state.entries.push_back(Entry{page, begin, 0, static_cast<std::uint32_t>(count)});  // room was made
+      begin += count;
+    }
+    if (state.length > config_.first_tokens) {
+      cut_tiles(state.tail, 0);
+      state.base = state.tail_begin = state.length;
+    }
+    free_behind_window(layer, state);
+  }
+
+  void read_row(const Layer& layer, const LayerState& state, Side side, std::size_t head, std::size_t at, std::size_t coded,
+                float* out) const noexcept {
+    const std::size_t width = layer.dim(side);
+    const bool first = at < config_.first_tokens;
+    if (first || at >= coded) {
+      const Array<Block*>& from = first ? state.first_tiles : state.tail;
+      const std::size_t offset = first ? at : at - state.tail_begin;
+      const bfloat16* row = layer.tile_row(from[offset / 16], side, head, offset % 16);
+      for (std::size_t i = 0; i < width; ++i) out[i] = to_float(row[i]);
+      return;
+    }
+    const auto entry = std::upper_bound(state.entries.begin(), state.entries.end(), at,
+                                        [](std::size_t p, const Entry& e) { return p < e.end(); });
+    layer.operations->decode_row(side, layer.part(entry->page, side, head), entry->first + (at - entry->begin), out);
+    layer.operations->rotate_back(layer.rotation(side), out, out);
+  }
+
+  CacheConfig config_;
+  CodingRule rule_;
+  PagePool pool_;
+  SequenceTable table_;
+  std::vector<Layer> layers_;
+  std::vector<std::unique_ptr<Rotation>> rotations_;
+  std::atomic<std::size_t> table_bytes_{0};
+};
+
+}  // namespace turboquant::detail

@@ -1,0 +1,119 @@
+// A format pairs a key codec with a value codec; its operations are one table of kernels, filled at compile time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <turboquant/codec/codec.hpp>
+#include <turboquant/codec/polar_quant.hpp>
+#include <turboquant/codec/scalar_quant.hpp>
+#include <turboquant/kernels/portable.hpp>
+#include <turboquant/layout/page.hpp>
+
+namespace turboquant {
+
+/// How one layer's keys and values are coded, chosen at compile time: Format<PolarQuant<4>, ScalarQuant<4>>.
+/// Keys are stored with the unbiased scale, so that logits have no bias; values with least squares.
+template <KeyCodec Key, ValueCodec Value>
+struct Format {
+  using key_codec = Key;
+  using value_codec = Value;
+  static constexpr std::uint32_t id = std::uint32_t{Key::id} << 16 | Value::id;
+};
+
+/// The recommended pair at each width.
+using TQ2 = Format<PolarQuant<2>, PolarQuant<2>>;
+using TQ3 = Format<PolarQuant<3>, PolarQuant<3>>;
+using TQ4 = Format<PolarQuant<4>, PolarQuant<4>>;
+using TQ8 = Format<PolarQuant<8>, PolarQuant<8>>;
+
+namespace detail {
+
+using kernels::CodedPart;
+using kernels::QueryBlock;
+using kernels::RotationView;
+using kernels::SoftmaxState;
+using kernels::WeightSums;
+
+// The kernels of one format on one ISA, with the signatures of kernels/portable.hpp. The container is written once, against
+// this table; one indirect call covers a page or a tile.
+struct Operations {
+  std::uint32_t format_id;
+  const char* key_name;
+  const char* value_name;
+  unsigned key_bits, value_bits;
+  bool value_zero_points;
+  unsigned query_planes;
+
+  void (*rotate)(const RotationView&, const float*, float*);
+  void (*rotate_back)(const RotationView&, const float*, float*);
+  bfloat16 (*center_rows)(float*, std::size_t, std::size_t, unsigned, std::uint8_t*);
+  void (*encode)(Side, const float*, std::size_t, const CodedTarget&, std::uint8_t*);
+  void (*decode_row)(Side, const CodedPart&, std::size_t, float*);
+  void (*prepare_query)(const RotationView&, const float*, QueryBlock&, std::size_t);
+  void (*score)(const CodedPart&, std::size_t, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*, float*,
+                std::size_t);
+  void (*score_raw)(const bfloat16*, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*, float*,
+                    std::size_t);
+  void (*soft_cap)(float*, std::size_t, std::size_t, float);
+  float (*softmax_step)(float*, std::size_t, std::size_t, std::size_t, std::size_t, SoftmaxState&);
+  WeightSums (*weigh)(const CodedPart&, const float*, std::size_t, std::size_t, std::int16_t*);
+  void (*accumulate)(const CodedPart&, std::size_t, std::size_t, std::size_t, const std::int16_t*, std::size_t,
+                     const WeightSums*, float*, std::size_t);
+  void (*accumulate_raw)(const bfloat16*, std::size_t, std::size_t, std::size_t, const float*, std::size_t, float*,
+                         std::size_t);
+  void (*combine)(float*, float, const float*, float, std::size_t);
+  float (*exp_negative)(float);
+};
+
+template <class F, class K>
+inline constexpr Operations kOperations = {
+    .format_id = F::id,
+    .key_name = F::key_codec::name,
+    .value_name = F::value_codec::name,
+    .key_bits = F::key_codec::bits,
+    .value_bits = F::value_codec::bits,
+    .value_zero_points = F::value_codec::zero_points,
+    .query_planes = F::key_codec::query_planes,
+    .rotate = &K::rotate,
+    .rotate_back = &K::rotate_back,
+    .center_rows = &K::center_rows,
+    .encode =
+        [](Side side, const float* rows, std::size_t count, const CodedTarget& target, std::uint8_t* scratch) {
+          if (side == Side::key) {
+            F::key_codec::template encode<K>(side, rows, count, {ScaleRule::unbiased, true}, target, scratch);
+          } else {
+            F::value_codec::template encode<K>(side, rows, count, {ScaleRule::least_squares, true}, target, scratch);
+          }
+        },
+    .decode_row =
+        [](Side side, const CodedPart& part, std::size_t token, float* out) {
+          if (side == Side::key) {
+            K::decode_row(side, part, F::key_codec::codes(), token, out);
+          } else {
+            K::decode_row(side, part, F::value_codec::codes(), token, out);
+          }
+        },
+    .prepare_query = &K::prepare_query,
+    .score =
+        [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, const QueryBlock& block, std::size_t row_begin,
+           std::size_t row_end, const float* factor, float* logits, std::size_t stride) {
+          K::score(part, F::key_codec::codes(), tile_begin, tile_end, block, row_begin, row_end, factor, logits, stride);
+        },
+    .score_raw = &K::score_raw,
+    .soft_cap = &K::soft_cap,
+    .softmax_step = &K::softmax_step,
+    .weigh = &K::weigh,
+    .accumulate =
+        [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, std::size_t rows, const std::int16_t* weights,
+           std::size_t weight_stride, const WeightSums* sums, float* out, std::size_t out_stride) {
+          K::accumulate(part, F::value_codec::codes(), tile_begin, tile_end, rows, weights, weight_stride, sums, out,
+                        out_stride);
+        },
+    .accumulate_raw = &K::accumulate_raw,
+    .combine = &K::combine,
+    .exp_negative = &K::exp_negative,
+};
+
+}  // namespace detail
+}  // namespace turboquant

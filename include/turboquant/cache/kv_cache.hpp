@@ -1,0 +1,89 @@
+// KVCache<F...>: the compressed KV cache of a model, layers of one or several formats.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+#include <turboquant/cache/cache_core.hpp>
+
+namespace turboquant {
+
+/// The KV cache of a model. Each layer has one of the formats F... (LayerShape::format).
+///
+/// Tokens are appended by `attend` (attention/attend.hpp). A call that fails changes nothing and says why. Calls on different
+/// sequences may run concurrently, also if they share pages; on one sequence const calls (length, read, logits, attend-only
+/// items) may run concurrently with each other, all others need it for themselves. The object can be neither copied nor moved.
+template <class... F>
+class KVCache {
+  static_assert(sizeof...(F) > 0, "KVCache needs at least one format, e.g. KVCache<TQ4>");
+
+ public:
+  /// Throws std::invalid_argument with why_invalid(config), or std::bad_alloc. Takes no page memory yet.
+  explicit KVCache(CacheConfig config) : core_(std::move(config), kFormats) {}
+
+  const CacheConfig& config() const noexcept { return core_.config(); }
+
+  /// An empty sequence. Errors: out_of_memory.
+  Status create_sequence(SequenceId& created) noexcept { return core_.create_sequence(created); }
+
+  /// A new sequence with the first `length` tokens of `source`, sharing its pages and raw tiles; afterwards the two are
+  /// independent. Errors: unknown_sequence, bad_shape (beyond the length), behind_window, out_of_memory.
+  Status fork(SequenceId source, std::size_t length, SequenceId& created) noexcept {
+    return core_.fork(source, length, created);
+  }
+
+  /// Shortens all layers to `length`, layers ahead of others included. By at most rollback_tokens below the longest length it
+  /// has had, it leaves no trace; deeper, later tokens start a new page. Errors: unknown_sequence, bad_shape (beyond the
+  /// length), behind_window.
+  Status truncate(SequenceId sequence, std::size_t length) noexcept { return core_.truncate(sequence, length); }
+
+  /// Removes the positions [begin, end); later tokens move down by end - begin, codes and raw rows untouched. The range must
+  /// be coded (not among first_tokens or the raw tail), or reach the end. Errors: unknown_sequence, bad_shape, behind_window,
+  /// out_of_memory.
+  Status erase(SequenceId sequence, std::size_t begin, std::size_t end) noexcept { return core_.erase(sequence, begin, end); }
+
+  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer. Errors: unknown_sequence,
+  /// out_of_memory.
+  Status reserve(SequenceId sequence, std::size_t tokens) noexcept { return core_.reserve(sequence, tokens); }
+
+  /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported sequences: it
+  /// gives up exact rollback below the sealed length. Errors: unknown_sequence, bad_shape (layers of unequal length),
+  /// out_of_memory.
+  Status seal(SequenceId sequence) noexcept { return core_.seal(sequence); }
+
+  /// Ends a sequence; its id is stale from now on. Unknown ids are ignored.
+  void release(SequenceId sequence) noexcept { core_.release(sequence); }
+
+  /// Committed tokens: the minimum over the layers. 0 for an unknown sequence.
+  std::size_t length(SequenceId sequence) const noexcept { return core_.length(sequence); }
+
+  /// Keys and values from position `begin` on, as the newest position sees them: raw rows as stored (bf16), codes decoded and
+  /// rotated back. keys: [tokens][kv_heads][head_dim], values: [tokens][kv_heads][value_dim]; either may be no rows. Errors:
+  /// unknown_sequence, bad_layer, bad_shape, behind_window.
+  Status read(SequenceId sequence, std::size_t layer, std::size_t begin, Rows keys, Rows values) const noexcept {
+    return core_.read(sequence, layer, begin, keys, values);
+  }
+
+  /// Bytes in pages, tails and tables; true bits per coordinate.
+  MemoryUse memory() const noexcept { return core_.memory(); }
+
+ private:
+  friend struct CacheAccess;
+  static constexpr const detail::Operations* kFormats[] = {&detail::kOperations<F, kernels::Portable>...};
+
+  detail::CacheCore core_;
+};
+
+/// Reaches the container behind a cache; for the functions of attention/attend.hpp.
+struct CacheAccess {
+  template <class... F>
+  static detail::CacheCore& core(KVCache<F...>& cache) noexcept {
+    return cache.core_;
+  }
+  template <class... F>
+  static const detail::CacheCore& core(const KVCache<F...>& cache) noexcept {
+    return cache.core_;
+  }
+};
+
+}  // namespace turboquant

@@ -1,0 +1,184 @@
+// A sequence: per layer a table of entries (page, first, count) and raw tiles; and the table of all sequences of a cache.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include <turboquant/cache/page_pool.hpp>
+#include <turboquant/core/array.hpp>
+
+namespace turboquant {
+
+/// Names a sequence. The generation makes a released id stale for good.
+struct SequenceId {
+  std::uint32_t index = ~0u, generation = 0;
+  friend bool operator==(const SequenceId&, const SequenceId&) = default;
+};
+
+namespace detail {
+
+inline constexpr std::size_t saturating_subtract(std::size_t a, std::size_t b) { return a > b ? a - b : 0; }
+
+// `count` tokens of a page from its token `first` on, at positions [begin, begin + count) of the sequence.
+struct Entry {
+  Block* page;
+  std::size_t begin;
+  std::uint32_t first, count;
+
+  std::size_t end() const { return begin + count; }
+};
+
+// The numbers of a cache that decide what is coded when (design: what a query sees does not depend on the calls).
+struct CodingRule {
+  std::size_t page_tokens, recent_tokens, rollback_tokens;
+
+  // Tokens readable as codes when n are present and coding starts at `base`.
+  std::size_t coded(std::size_t base, std::size_t n) const {
+    return base + page_tokens * (saturating_subtract(saturating_subtract(n, base), recent_tokens) / page_tokens);
+  }
+  // First token whose raw row must be kept so that a sequence shortened by rollback_tokens leaves no trace.
+  std::size_t raw_begin(std::size_t base, std::size_t n) const {
+    return coded(base, saturating_subtract(n, rollback_tokens));
+  }
+};
+
+// One layer of a sequence. Positions: [0, first_tokens) raw in `first_tiles`; [held_begin, coded_end()) in entries, those
+// before held_begin were freed behind the window; [tail_begin, length) raw in `tail`, whose tiles start at tail_begin + 16 k.
+// Raw and coded ranges overlap by what rollback may need.
+struct LayerState {
+  std::size_t length = 0;
+  std::size_t base = 0;  // where page counting starts: first_tokens, or the tokens coded at the last seal, erase or cut
+  std::size_t tail_begin = 0;
+  std::size_t held_begin = 0;       // first_tokens until pages are freed behind a window
+  std::size_t dropped_entries = 0;  // so many were freed in front: entry i keeps the number dropped_entries + i for ever
+  Array<Entry> entries;
+  Array<Block*> first_tiles;
+  Array<Block*> tail;
+
+  std::size_t coded_end() const { return entries.empty() ? held_begin : entries.back().end(); }
+  std::size_t table_bytes() const {
+    return sizeof(LayerState) + entries.capacity() * sizeof(Entry) +
+           (first_tiles.capacity() + tail.capacity()) * sizeof(Block*);
+  }
+};
+
+struct Sequence {
+  std::unique_ptr<LayerState[]> layers;
+  std::unique_ptr<Array<Block*>[]> reserved;  // per size class: blocks set aside by reserve()
+  const void* pending = nullptr;              // the plan that appends to this sequence
+  std::size_t pending_item = 0;               // its item there
+  std::size_t accounted_bytes = 0;            // what the cache's total of table bytes holds for this sequence
+};
+
+// Sequences by id. Look-up takes no lock; slots never move.
+class SequenceTable {
+ public:
+  SequenceTable() noexcept = default;
+  SequenceTable(const SequenceTable&) = delete;
+  SequenceTable& operator=(const SequenceTable&) = delete;
+  ~SequenceTable() {
+    for (auto& chunk : chunks_) delete[] chunk.load(std::memory_order_relaxed);
+  }
+
+  // The live sequence of this id, or null.
+  Sequence* find(SequenceId id) const noexcept {
+    const Slot* slot = slot_at(id.index);
+    if (slot == nullptr) return nullptr;
+    Sequence* sequence = slot->sequence.load(std::memory_order_acquire);
+    return sequence != nullptr && slot->generation.load(std::memory_order_acquire) == id.generation ? sequence : nullptr;
+  }
+
+  // Takes over the sequence and names it; false if there was no memory.
+  [[nodiscard]] bool insert(Sequence* sequence, SequenceId& id) noexcept {
+    const std::lock_guard lock(mutex_);
+    std::uint32_t index = 0;
+    if (!free_.empty()) {
+      index = free_.back();
+      free_.erase(free_.size() - 1, free_.size());
+    } else {
+      index = count_;
+      const auto [chunk, offset] = place(index);
+      if (chunk >= kChunks) return false;
+      if (chunks_[chunk].load(std::memory_order_relaxed) == nullptr) {
+        Slot* slots = new (std::nothrow) Slot[kFirstChunk << chunk];
+        if (slots == nullptr) return false;
+        chunks_[chunk].store(slots, std::memory_order_release);
+      }
+      // Room on the free list now, so that release() cannot fail.
+      if (free_.capacity() <= count_ && !free_.reserve(2 * (std::size_t{count_} + 1))) return false;
+      ++count_;
+    }
+    Slot* slot = slot_at(index);
+    id = SequenceId{index, slot->generation.load(std::memory_order_relaxed)};
+    slot->sequence.store(sequence, std::memory_order_release);
+    return true;
+  }
+
+  // Forgets the id and returns its sequence, which the caller frees.
+  Sequence* remove(SequenceId id) noexcept {
+    const std::lock_guard lock(mutex_);
+    Sequence* sequence = find(id);
+    if (sequence == nullptr) return nullptr;
+    Slot* slot = slot_at(id.index);
+    slot->sequence.store(nullptr, std::memory_order_release);
+    slot->generation.fetch_add(1, std::memory_order_release);
+    (void)free_.push_back(id.index);  // room was made by insert
+    return sequence;
+  }
+
+  // Calls visit(sequence) for all live ones; for the destructor of the cache.
+  template <class Visit>
+  void for_each(Visit visit) const {
+    for (std::uint32_t i = 0; i < count_; ++i) {
+      Sequence* sequence = slot_at(i)->sequence.load(std::memory_order_acquire);
+      if (sequence != nullptr) visit(sequence);
+    }
+  }
+
+  std::size_t bytes() const noexcept {
+    const std::lock_guard lock(mutex_);
+    std::size_t total = free_.capacity() * sizeof(std::uint32_t);
+    for (std::size_t c = 0; c < kChunks; ++c) {
+      if (chunks_[c].load(std::memory_order_relaxed) != nullptr) total += (kFirstChunk << c) * sizeof(Slot);
+    }
+    return total;
+  }
+
+ private:
+  struct Slot {
+    std::atomic<Sequence*> sequence{nullptr};
+    std::atomic<std::uint32_t> generation{1};
+  };
+  struct Place {
+    std::size_t chunk, offset;
+  };
+  // Chunk c holds kFirstChunk << c slots.
+  static constexpr std::size_t kFirstChunk = 16, kChunks = 26;
+
+  static Place place(std::uint32_t index) noexcept {
+    std::size_t chunk = 0, begin = 0;
+    while (index - begin >= (kFirstChunk << chunk)) begin += kFirstChunk << chunk++;
+    return {chunk, index - begin};
+  }
+
+  Slot* slot_at(std::uint32_t index) const noexcept {
+    if (index == ~0u) return nullptr;
+    const auto [chunk, offset] = place(index);
+    if (chunk >= kChunks) return nullptr;
+    Slot* slots = chunks_[chunk].load(std::memory_order_acquire);
+    return slots != nullptr ? slots + offset : nullptr;
+  }
+
+  std::atomic<Slot*> chunks_[kChunks] = {};
+  mutable std::mutex mutex_;
+  Array<std::uint32_t> free_;
+  std::uint32_t count_ = 0;
+};
+
+}  // namespace detail
+}  // namespace turboquant

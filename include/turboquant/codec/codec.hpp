@@ -1,0 +1,62 @@
+// What a codec is: two concepts, keys are scored and values are accumulated, and what an encoder writes.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include <turboquant/core/dtype.hpp>
+#include <turboquant/kernels/operands.hpp>
+#include <turboquant/layout/fragment.hpp>
+
+namespace turboquant {
+
+using kernels::ScaleRule;
+using layout::Side;
+
+struct EncodeOptions {
+  ScaleRule scale = ScaleRule::least_squares;
+  bool search = true;  ///< search the scale on a grid before rounding: less error, same decoder
+};
+
+/// Where an encoder writes one side of one KV head of a page. All of it is written: unused tokens get zero scales and codes.
+struct CodedTarget {
+  std::size_t dim = 0;
+  std::size_t page_tokens = 0;
+  bfloat16* scales = nullptr;       ///< page_tokens
+  bfloat16* zero_points = nullptr;  ///< page_tokens; null for codecs without zero points
+  std::uint8_t* fragments = nullptr;
+};
+
+/// A codec turns rows (rotated, centred) into scales and codes, and names the code family that kernels read.
+///   bits         stored bits per coordinate, without scales
+///   id, name     frozen number and text in files and messages
+///   zero_points  true: a zero point per token is stored beside the scale
+///   codes()      the argument of kernels::score, accumulate and decode_row
+///   encode<K>    rows [count][dim] -> target, with the kernels K; scratch: count * dim bytes
+template <class C>
+concept Codec = requires(const float* rows, std::size_t count, std::uint8_t* scratch, const CodedTarget& target) {
+  { C::bits } -> std::convertible_to<unsigned>;
+  { C::id } -> std::convertible_to<std::uint16_t>;
+  { C::name } -> std::convertible_to<const char*>;
+  { C::zero_points } -> std::convertible_to<bool>;
+  { C::codes() };
+  requires C::bits >= 1 && C::bits <= 8;
+};
+
+/// Keys are scored: an integer dot product with the query, times one scale. `query_planes` int8 planes of the query keep the
+/// rounding of the query below the error of the code.
+template <class C>
+concept KeyCodec = Codec<C> && !C::zero_points && requires {
+  { C::query_planes } -> std::convertible_to<unsigned>;
+  requires C::query_planes == 1 || C::query_planes == 2;
+};
+
+/// Values are accumulated: weights times levels, plus weights times zero points where there are any.
+template <class C>
+concept ValueCodec = Codec<C>;
+
+/// Scratch bytes that encode<K> needs for a page.
+constexpr std::size_t encode_scratch_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
+
+}  // namespace turboquant

@@ -1,0 +1,690 @@
+// Every kernel in portable C++: declared here once with formula, shapes and bounds, and the oracle for all other ISAs.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include <xsimd/xsimd.hpp>
+
+#include <turboquant/core/dtype.hpp>
+#include <turboquant/kernels/operands.hpp>
+#include <turboquant/layout/fragment.hpp>
+
+namespace turboquant::kernels {
+
+#if defined(XSIMD_NO_SUPPORTED_ARCHITECTURE)
+// Where xsimd knows no architecture: a vector of one lane with the few operations used below.
+struct FloatVector {
+  static constexpr std::size_t size = 1;
+  float lane;
+  FloatVector(float x) : lane(x) {}
+  static FloatVector load_unaligned(const float* from) { return *from; }
+  void store_unaligned(float* to) const { *to = lane; }
+  friend FloatVector operator+(FloatVector a, FloatVector b) { return a.lane + b.lane; }
+  friend FloatVector operator-(FloatVector a, FloatVector b) { return a.lane - b.lane; }
+  friend FloatVector operator*(FloatVector a, FloatVector b) { return a.lane * b.lane; }
+};
+#else
+using FloatVector = xsimd::batch<float>;
+#endif
+
+/// The kernels. `V` is the vector of the translation unit's own target, so that units compiled with different flags do not
+/// share a symbol. All functions are static, allocate nothing and never throw. Pointers need the alignment of their type
+/// only. Bytes written by `center_rows`, `encode_*` and `pack` are the same for every V, compiler and optimisation level:
+/// element-wise IEEE operations in a fixed order, sums in double or in integers, and no float product that meets an addition
+/// unless it is exact.
+template <class V>
+struct PortableKernels {
+  static constexpr const char* name = "portable";
+
+  // ---- rotation ------------------------------------------------------------------------------------------------------
+
+  /// out = R in. in, out: [dim], may be the same. Scaled by a power of two on the way: inputs up to the largest float in
+  /// magnitude neither overflow nor vanish before the result does.
+  static void rotate(const RotationView& r, const float* in, float* out) {
+    const float back = normalize(in, r.dim, out);
+    for (std::size_t i = 0; i < r.dim; ++i) out[i] *= r.signs[i];
+    transform(r, out, false);
+    scale_back(r.dim, out, back);
+  }
+
+  /// out = R^-1 in = diag(signs) H^T in / sqrt(dim). in, out: [dim], may be the same.
+  static void rotate_back(const RotationView& r, const float* in, float* out) {
+    const float back = normalize(in, r.dim, out);
+    transform(r, out, true);
+    for (std::size_t i = 0; i < r.dim; ++i) out[i] *= r.signs[i];
+    scale_back(r.dim, out, back);
+  }
+
+  // ---- encoding ------------------------------------------------------------------------------------------------------
+
+  /// Computes the mean of `count` rows, stores it in `bits` (8 or 16) per coordinate with one bf16 scale, and subtracts what
+  /// was stored: rows[t][i] -= scale * center[i]. The product is exact (8 + 15 bits). rows: [count][dim]. Returns the scale;
+  /// zero if the mean vanishes.
+  static bfloat16 center_rows(float* rows, std::size_t count, std::size_t dim, unsigned bits, std::uint8_t* center) {
+    constexpr std::size_t kChunk = 64;
+    double mean[kChunk];
+    double largest = 0;
+    const auto mean_of = [&](std::size_t begin, std::size_t n) {
+      std::fill_n(mean, n, 0.0);
+      for (std::size_t t = 0; t < count; ++t) {
+        for (std::size_t i = 0; i < n; ++i) mean[i] += static_cast<double>(rows[t * dim + begin + i]);
+      }
+      for (std::size_t i = 0; i < n; ++i) mean[i] /= static_cast<double>(count);
+    };
+    for (std::size_t begin = 0; begin < dim; begin += kChunk) {
+      const std::size_t n = (std::min)(kChunk, dim - begin);
+      mean_of(begin, n);
+      for (std::size_t i = 0; i < n; ++i) largest = (std::max)(largest, std::abs(mean[i]));
+    }
+    const double range = bits == 8 ? 127.0 : 32767.0;
+    const bfloat16 stored = bfloat16_at_least(static_cast<float>(largest / range));
+    const float scale = to_float(stored);
+    std::memset(center, 0, dim * bits / 8);
+    if (!(scale > 0)) return bfloat16{0};
+    for (std::size_t begin = 0; begin < dim; begin += kChunk) {
+      const std::size_t n = (std::min)(kChunk, dim - begin);
+      mean_of(begin, n);
+      float decoded[kChunk];
+      for (std::size_t i = 0; i < n; ++i) {
+        const double level = (std::min)((std::max)(round_even(mean[i] / static_cast<double>(scale)), -range), range);
+        if (bits == 8) {
+          center[begin + i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(level));
+        } else {
+          const auto level16 = static_cast<std::uint16_t>(static_cast<std::int16_t>(level));
+          center[2 * (begin + i)] = static_cast<std::uint8_t>(level16 & 255u);
+          center[2 * (begin + i) + 1] = static_cast<std::uint8_t>(level16 >> 8);
+        }
+        decoded[i] = scale * static_cast<float>(level);
+      }
+      for (std::size_t t = 0; t < count; ++t) {
+        for (std::size_t i = 0; i < n; ++i) rows[t * dim + begin + i] -= decoded[i];
+      }
+    }
+    return stored;
+  }
+
+  /// Nearest-level coding of one row x with a symmetric table of 2^B levels (B = 1..4; `magnitudes`: the upper half,
+  /// ascending). `spread` is sqrt(mean of x^2) in level units. With `search` the scale is searched on a grid before rounding:
+  /// the candidate with the largest <x, c>^2 / |c|^2 wins, the first among equals. codes: [dim], index into the ascending
+  /// table. Works on integers: x is first rounded to 15 bits relative to its largest magnitude. Returns the scale to store;
+  /// zero for the zero row, whose codes are all those of +0.
+  template <unsigned B>
+  static bfloat16 encode_levels(const float* x, std::size_t dim, const std::int8_t* magnitudes, double spread, ScaleRule rule,
+                                bool search, std::uint8_t* codes) {
+    constexpr std::size_t kHalf = std::size_t{1} << (B - 1);
+    std::int16_t fixed[kMaxRow];
+    const Fixed row = to_fixed(x, dim, fixed);
+    if (row.energy == 0) {
+      std::memset(codes, static_cast<int>(kHalf), dim);
+      return bfloat16{0};
+    }
+    const double base = std::sqrt(static_cast<double>(row.energy) / static_cast<double>(dim)) / spread;
+    std::int16_t magnitude[kMaxRow];
+    for (std::size_t i = 0; i < dim; ++i) magnitude[i] = static_cast<std::int16_t>(fixed[i] < 0 ? -fixed[i] : fixed[i]);
+    std::int16_t thresholds[kHalf] = {};
+    std::int16_t best_thresholds[kHalf] = {};
+    double best = -1, best_dot = 0, best_norm = 1;
+    for (std::size_t g = 0; g < (search && B > 1 ? std::size(kSearchGrid) : 1); ++g) {
+      const double unit = base * (search ? kSearchGrid[g] : 1.0);
+      for (std::size_t k = 0; k + 1 < kHalf; ++k) {
+        thresholds[k] = static_cast<std::int16_t>(
+            (std::min)(std::ceil(unit * (0.5 * (magnitudes[k] + magnitudes[k + 1]))), 32767.0));
+      }
+      // 16 sums, each of at most 64 products of 32767 * 127: below 2^31.
+      std::int32_t dots[16] = {}, norms[16] = {};
+      for (std::size_t begin = 0; begin < dim; begin += 16) {
+        std::int16_t level[16];
+        for (std::size_t i = 0; i < 16; ++i) level[i] = magnitudes[0];
+        for (std::size_t k = 0; k + 1 < kHalf; ++k) {
+          const auto threshold = static_cast<std::int16_t>(thresholds[k] - 1);
+          const auto step = static_cast<std::int16_t>(magnitudes[k + 1] - magnitudes[k]);
+          for (std::size_t i = 0; i < 16; ++i) {
+            const auto above = static_cast<std::int16_t>(magnitude[begin + i] > threshold ? -1 : 0);
+            level[i] = static_cast<std::int16_t>(level[i] + (above & step));
+          }
+        }
+        for (std::size_t i = 0; i < 16; ++i) {
+          dots[i] += static_cast<std::int32_t>(magnitude[begin + i]) * level[i];
+          norms[i] += static_cast<std::int32_t>(level[i]) * level[i];
+        }
+      }
+      std::int64_t dot = 0, norm = 0;
+      for (std::size_t i = 0; i < 16; ++i) dot += dots[i], norm += norms[i];
+      const double d = static_cast<double>(dot), n = static_cast<double>(norm);
+      const double quality = d * d / n;
+      if (quality > best) {
+        best = quality, best_dot = d, best_norm = n;
+        std::copy_n(thresholds, kHalf, best_thresholds);
+      }
+    }
+    for (std::size_t i = 0; i < dim; ++i) {
+      std::size_t index = 0;
+      for (std::size_t k = 0; k + 1 < kHalf; ++k) index += magnitude[i] >= best_thresholds[k] ? 1u : 0u;
+      codes[i] = static_cast<std::uint8_t>(fixed[i] < 0 ? kHalf - 1 - index : kHalf + index);
+    }
+    return final_scale(row, best_dot, best_norm, rule);
+  }
+
+  /// Uniform coding of one row x on int8: code = level = round(127 x / max |x|). codes: [dim] int8 bits.
+  static bfloat16 encode_int8(const float* x, std::size_t dim, ScaleRule rule, std::uint8_t* codes) {
+    std::int16_t fixed[kMaxRow];
+    const Fixed row = to_fixed(x, dim, fixed);
+    if (row.energy == 0) {
+      std::memset(codes, 0, dim);
+      return bfloat16{0};
+    }
+    std::int16_t largest = 1;
+    for (std::size_t i = 0; i < dim; ++i) {
+      largest = (std::max)(largest, static_cast<std::int16_t>(fixed[i] < 0 ? -fixed[i] : fixed[i]));
+    }
+    std::int64_t dot = 0, norm = 0;
+    for (std::size_t i = 0; i < dim; ++i) {
+      const std::int32_t level = round_even(static_cast<float>(fixed[i] * 127) / static_cast<float>(largest));
+      codes[i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(level));
+      dot += static_cast<std::int64_t>(fixed[i]) * level;
+      norm += static_cast<std::int64_t>(level) * level;
+    }
+    return final_scale(row, static_cast<double>(dot), static_cast<double>(norm), rule);
+  }
+
+  /// Min-max grid over one row: x ~ zero_point + scale * level, level = code - 2^(B-1). Codes come from the stored (rounded)
+  /// scale and zero point. A constant row has scale zero. codes: [dim]; for B = 8 the int8 bits of the level.
+  template <unsigned B>
+  static bfloat16 encode_minmax(const float* x, std::size_t dim, bfloat16& zero_point, std::uint8_t* codes) {
+    constexpr float kSteps = static_cast<float>((1u << B) - 1);
+    constexpr float kMiddle = static_cast<float>(1u << (B - 1));
+    float lowest = x[0], highest = x[0];
+    for (std::size_t i = 1; i < dim; ++i) {
+      lowest = (std::min)(lowest, x[i]);
+      highest = (std::max)(highest, x[i]);
+    }
+    // In double the range of two finite floats is finite and the sum below is rounded once.
+    const double step = (static_cast<double>(highest) - static_cast<double>(lowest)) / static_cast<double>(kSteps);
+    const bfloat16 stored = bfloat16_at_least(static_cast<float>(step));
+    const float scale = to_float(stored);
+    const double middle = scale > 0 ? static_cast<double>(lowest) + static_cast<double>(kMiddle) * static_cast<double>(scale)
+                                    : static_cast<double>(lowest);
+    zero_point = to_bfloat16(static_cast<float>(middle));
+    const float zero = to_float(zero_point);
+    for (std::size_t i = 0; i < dim; ++i) {
+      std::int32_t level = 0;
+      if (scale > 0) {
+        const float at = (std::min)((std::max)((x[i] - zero) / scale, -kMiddle), kMiddle - 1);
+        level = round_even(at);
+      }
+      codes[i] = static_cast<std::uint8_t>(B == 8 ? level : level + static_cast<std::int32_t>(kMiddle));
+    }
+    return stored;
+  }
+
+  /// Packs codes [count][dim] of one side of a page into fragments; tokens from `count` to `page_tokens` get code zero.
+  template <unsigned B>
+  static void pack(layout::Side side, const std::uint8_t* codes, std::size_t count, std::size_t page_tokens, std::size_t dim,
+                   std::uint8_t* fragments) {
+    const std::size_t tiles = page_tokens / 16, groups = dim / 16;
+    constexpr std::size_t kBytes = layout::fragment_bytes(B);
+    std::memset(fragments, 0, tiles * groups * kBytes);
+    for (std::size_t tile = 0; tile * 16 < count; ++tile) {
+      const std::size_t tokens = (std::min)(count - tile * 16, std::size_t{16});
+      for (std::size_t group = 0; group < groups; ++group) {
+        std::uint8_t* fragment = fragments + fragment_index(side, tile, group, tiles, groups) * kBytes;
+        for (std::size_t t = 0; t < tokens; ++t) {
+          const std::uint8_t* row = codes + (tile * 16 + t) * dim + group * 16;
+          for (std::size_t c = 0; c < 16; ++c) {
+            const std::size_t position = layout::code_position(side, t, c);
+            const auto low = layout::low_field(B, position);
+            fragment[low.byte] = static_cast<std::uint8_t>(fragment[low.byte] | (row[c] & ((1u << low.count) - 1)) << low.shift);
+            if constexpr (B == 3) {
+              const auto high = layout::high_field(position);
+              fragment[high.byte] = static_cast<std::uint8_t>(fragment[high.byte] | (row[c] >> 2 & 1u) << high.shift);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // ---- decoding ------------------------------------------------------------------------------------------------------
+
+  /// out[i] = part.center_scale * part.center[i], in the rotated domain; zeros without centring. out: [part.dim].
+  static void decode_center(const CodedPart& part, float* out) {
+    for (std::size_t i = 0; i < part.dim; ++i) {
+      int level = 0;
+      if (part.center_bits == 8) level = static_cast<std::int8_t>(part.center[i]);
+      if (part.center_bits == 16) {
+        level = static_cast<std::int16_t>(static_cast<std::uint16_t>(part.center[2 * i] | part.center[2 * i + 1] << 8));
+      }
+      out[i] = part.center_scale * static_cast<float>(level);
+    }
+  }
+
+  /// Decodes token `token` of the page into the rotated domain. out: [part.dim].
+  template <class Codes>
+  static void decode_row(layout::Side side, const CodedPart& part, const Codes& codes, std::size_t token, float* out) {
+    decode_center(part, out);
+    const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16, tile = token / 16;
+    const float scale = to_float(part.scales[token]);
+    const float zero = part.zero_points != nullptr ? to_float(part.zero_points[token]) : 0.0f;
+    std::int16_t levels[layout::kFragmentCodes];
+    for (std::size_t group = 0; group < groups; ++group) {
+      unpack(fragment_at(side, part, codes, tile, group, tiles, groups), codes, levels);
+      for (std::size_t c = 0; c < 16; ++c) {
+        const std::size_t at = side == layout::Side::key ? c * 16 + token % 16 : token % 16 * 16 + c;
+        out[group * 16 + c] += scale * static_cast<float>(levels[at]) + zero;
+      }
+    }
+  }
+
+  // ---- queries and logits --------------------------------------------------------------------------------------------
+
+  /// Prepares row r of the block from q [dim]: normalises by a power of two, rotates, rounds to int8 planes.
+  static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r) {
+    float* normal = block.normal + r * block.dim;
+    float* rotated = block.rotated + r * block.dim;
+    std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
+    const float back = normalize(q, block.dim, normal);
+    constexpr float kSmall = 0x1p-11f;  // sums of 1024 products with keys of 2^120 stay finite
+    for (std::size_t i = 0; i < block.dim; ++i) normal[i] *= kSmall;
+    block.unit[r] = saturate(back / kSmall);
+    rotate(rotation, normal, rotated);
+    float largest = 0;
+    for (std::size_t i = 0; i < block.dim; ++i) largest = (std::max)(largest, std::abs(rotated[i]));
+    const float range = block.plane_count == 1 ? 127.0f : 16319.0f;  // 128 * 127 + 63
+    block.step[r] = largest / range;
+    const float inverse = largest > 0 ? range / largest : 0.0f;
+    for (std::size_t i = 0; i < block.dim; ++i) {
+      const std::int32_t level = round_even(rotated[i] * inverse);
+      if (block.plane_count == 1) {
+        planes[i] = static_cast<std::int8_t>((std::min)((std::max)(level, -127), 127));
+      } else {
+        const std::int32_t high = (std::min)((std::max)((level + 64) >> 7, -127), 127);
+        planes[i] = static_cast<std::int8_t>(high);
+        planes[block.dim + i] = static_cast<std::int8_t>((std::min)((std::max)(level - high * 128, -64), 63));
+      }
+    }
+  }
+
+  /// logits[(r - row_begin) * stride + t] = factor[r] * <q_r, k_t> for the tokens t of the tiles [tile_begin, tile_end) of a
+  /// page, in units of block.unit, saturated to the largest finite float:
+  ///   <q, k_t> = step scale_t (sum of plane_i level_ti) + sum of rotated_i center_i
+  /// The integer sum is exact: at most 1024 * 127 * 16319 < 2^31.
+  template <class Codes>
+  static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+                    const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor, float* logits,
+                    std::size_t stride) {
+    const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16;
+    float center[kMaxRow];
+    if (part.center_bits != 0) decode_center(part, center);
+    std::int16_t levels[layout::kFragmentCodes];
+    for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
+      // Rows in small sets, so that a fragment is unpacked once for several queries and the sums stay on the stack.
+      constexpr std::size_t kRows = 8;
+      for (std::size_t first = row_begin; first < row_end; first += kRows) {
+        const std::size_t rows = (std::min)(kRows, row_end - first);
+        std::int32_t sums[kRows][16] = {};
+        for (std::size_t group = 0; group < groups; ++group) {
+          unpack(fragment_at(layout::Side::key, part, codes, tile, group, tiles, groups), codes, levels);
+          for (std::size_t r = 0; r < rows; ++r) {
+            const std::int8_t* plane = block.planes + (first + r) * block.plane_count * block.dim + group * 16;
+            for (std::size_t c = 0; c < 16; ++c) {
+              const std::int32_t q = block.plane_count == 1 ? plane[c] : plane[c] * 128 + plane[block.dim + c];
+              for (std::size_t lane = 0; lane < 16; ++lane) sums[r][lane] += q * levels[c * 16 + lane];
+            }
+          }
+        }
+        for (std::size_t r = 0; r < rows; ++r) {
+          const std::size_t row = first + r;
+          const float shared = part.center_bits != 0 ? dot(block.rotated + row * block.dim, center, block.dim) : 0.0f;
+          float* out = logits + (row - row_begin) * stride + tile * 16;
+          for (std::size_t lane = 0; lane < 16; ++lane) {
+            const float scale = block.step[row] * to_float(part.scales[tile * 16 + lane]);
+            out[lane] = saturate((scale * static_cast<float>(sums[r][lane]) + shared) * factor[row]);
+          }
+        }
+      }
+    }
+  }
+
+  /// The raw twin of score: keys [count][dim] in bf16, not rotated. logits[(r - row_begin) * stride + t], t < count.
+  static void score_raw(const bfloat16* keys, std::size_t count, const QueryBlock& block, std::size_t row_begin,
+                        std::size_t row_end, const float* factor, float* logits, std::size_t stride) {
+    float key[kMaxRow];
+    for (std::size_t t = 0; t < count; ++t) {
+      widen(keys + t * block.dim, block.dim, key);
+      for (std::size_t r = row_begin; r < row_end; ++r) {
+        logits[(r - row_begin) * stride + t] = saturate(dot(block.normal + r * block.dim, key, block.dim) * factor[r]);
+      }
+    }
+  }
+
+  // ---- softmax -------------------------------------------------------------------------------------------------------
+
+  /// logit -> cap tanh(logit / cap), for [begin, end).
+  static void soft_cap(float* logits, std::size_t begin, std::size_t end, float cap) {
+    for (std::size_t t = begin; t < end; ++t) {
+      const float e = exp_negative(-2.0f * std::abs(logits[t] / cap));
+      const float magnitude = cap * ((1.0f - e) / (1.0f + e));
+      logits[t] = logits[t] < 0 ? -magnitude : magnitude;
+    }
+  }
+
+  /// One step of the online softmax over the logits [begin, end), of which only [low, high) are visible (others count as
+  /// masked and become 0): logits[t] -> p[t] = exp(logits[t] - state.largest), state updated. Returns the factor
+  /// exp(old largest - new largest) by which earlier accumulators must be multiplied. Requires low < high.
+  static float softmax_step(float* logits, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
+                            SoftmaxState& state) {
+    float largest = state.sum > 0 ? state.largest : logits[low];
+    for (std::size_t t = low; t < high; ++t) largest = (std::max)(largest, logits[t]);
+    const float factor = state.sum > 0 ? exp_negative(state.largest - largest) : 0.0f;
+    float lanes[16] = {};
+    for (std::size_t t = begin; t < low; ++t) logits[t] = 0;
+    for (std::size_t t = low; t < high; ++t) logits[t] = exp_negative(logits[t] - largest);
+    for (std::size_t t = high; t < end; ++t) logits[t] = 0;
+    for (std::size_t t = begin; t < end; ++t) lanes[t % 16] += logits[t];
+    state.sum = state.sum * factor + tree_sum(lanes);
+    state.largest = largest;
+    return factor;
+  }
+
+  /// Weights for the values of the tokens [begin, end): weights[t] = round(p[t] scales[t] / coefficient) in [0, 16383], the
+  /// largest of the page being 16383.
+  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end, std::int16_t* weights) {
+    WeightSums sums{0, 0, 0};
+    float largest = 0;
+    float product[kMaxPage], lanes[16] = {}, zero_lanes[16] = {};
+    for (std::size_t t = begin; t < end; ++t) {
+      product[t] = p[t] * to_float(part.scales[t]);
+      largest = (std::max)(largest, product[t]);
+      lanes[t % 16] += p[t];
+      if (part.zero_points != nullptr) zero_lanes[t % 16] += p[t] * to_float(part.zero_points[t]);
+    }
+    sums.probability = tree_sum(lanes);
+    sums.zero_point = tree_sum(zero_lanes);
+    sums.coefficient = largest / static_cast<float>(kWeightMax);
+    for (std::size_t t = begin; t < end; ++t) {
+      const float relative = largest > 0 ? product[t] / largest : 0.0f;
+      weights[t] = static_cast<std::int16_t>(round_even(relative * static_cast<float>(kWeightMax)));
+    }
+    return sums;
+  }
+
+  // ---- accumulation --------------------------------------------------------------------------------------------------
+
+  /// out[r * out_stride + i] += coefficient_r (sum of weights_rt level_ti) + probability_r center_i + zero_point_r for the
+  /// tokens of the tiles [tile_begin, tile_end), in the rotated domain; weights: [rows][weight_stride], indexed by token of
+  /// the page. Rows of probability 0 are left alone. The integer sum is exact: 256 * 16383 * 127 < 2^31.
+  template <class Codes>
+  static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+                         std::size_t rows, const std::int16_t* weights, std::size_t weight_stride, const WeightSums* sums,
+                         float* out, std::size_t out_stride) {
+    const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16;
+    constexpr std::size_t kRows = 8;
+    std::int16_t levels[layout::kFragmentCodes];
+    float center[kMaxRow];
+    decode_center(part, center);
+    for (std::size_t first = 0; first < rows; first += kRows) {
+      const std::size_t set = (std::min)(kRows, rows - first);
+      for (std::size_t group = 0; group < groups; ++group) {
+        std::int32_t acc[kRows][16] = {};
+        for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
+          unpack(fragment_at(layout::Side::value, part, codes, tile, group, tiles, groups), codes, levels);
+          for (std::size_t r = 0; r < set; ++r) {
+            if (!(sums[first + r].coefficient > 0)) continue;
+            for (std::size_t t = 0; t < 16; ++t) {
+              const std::int32_t w = weights[(first + r) * weight_stride + tile * 16 + t];
+              for (std::size_t lane = 0; lane < 16; ++lane) acc[r][lane] += w * levels[t * 16 + lane];
+            }
+          }
+        }
+        for (std::size_t r = 0; r < set; ++r) {
+          const WeightSums& sum = sums[first + r];
+          if (!(sum.probability > 0)) continue;
+          float* to = out + (first + r) * out_stride + group * 16;
+          for (std::size_t lane = 0; lane < 16; ++lane) {
+            to[lane] += sum.coefficient * static_cast<float>(acc[r][lane]) +
+                        (sum.probability * center[group * 16 + lane] + sum.zero_point);
+          }
+        }
+      }
+    }
+  }
+
+  /// The raw twin of accumulate: out[r * out_stride + i] += sum of p_rt values[t][i]; values [count][dim] in bf16,
+  /// p: [rows][p_stride]. Tokens with p == 0 are left out for that row.
+  static void accumulate_raw(const bfloat16* values, std::size_t count, std::size_t dim, std::size_t rows, const float* p,
+                             std::size_t p_stride, float* out, std::size_t out_stride) {
+    float value[kMaxRow];
+    for (std::size_t t = 0; t < count; ++t) {
+      widen(values + t * dim, dim, value);
+      for (std::size_t r = 0; r < rows; ++r) {
+        const float probability = p[r * p_stride + t];
+        if (!(probability > 0)) continue;
+        float* to = out + r * out_stride;
+        const V weight(probability);
+        for (std::size_t i = 0; i < dim; i += V::size) {
+          (V::load_unaligned(to + i) + weight * V::load_unaligned(value + i)).store_unaligned(to + i);
+        }
+      }
+    }
+  }
+
+  /// out[i] = a out[i] + b other[i].
+  static void combine(float* out, float a, const float* other, float b, std::size_t dim) {
+    for (std::size_t i = 0; i < dim; ++i) out[i] = a * out[i] + b * other[i];
+  }
+
+  /// exp(x) for x <= 0, relative error below 2e-7; 0 below -87, so that no weight is subnormal. One polynomial, fixed order.
+  static float exp_negative(float x) {
+    const float clamped = x < -87.0f ? -87.0f : x;
+    const auto n = static_cast<std::int32_t>(clamped * 1.44269504f - 0.5f);
+    const float nf = static_cast<float>(n);
+    const float f = (clamped - nf * 0.693359375f) - nf * -2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * f + 1.3981999507e-3f;
+    y = y * f + 8.3334519073e-3f;
+    y = y * f + 4.1665795894e-2f;
+    y = y * f + 1.6666665459e-1f;
+    y = y * f + 5.0000001201e-1f;
+    y = y * f * f + f + 1.0f;
+    const float power = std::bit_cast<float>((n + 127) << 23);
+    return x < -87.0f ? 0.0f : y * power;
+  }
+
+ private:
+  static constexpr std::size_t kMaxRow = 1024;  // coordinates
+  static constexpr std::size_t kMaxPage = 256;  // tokens
+
+  // Scales tried around sqrt(mean of x^2), as multiples of it.
+  static constexpr double kSearchGrid[] = {1.0, 0.94, 1.06, 0.88, 1.12, 0.82, 1.18, 0.76, 1.24};
+
+  // A row in 15-bit fixed point: x = fixed * unit, exactly up to rounding to the nearest integer.
+  struct Fixed {
+    double unit;
+    std::int64_t energy;  // sum of fixed^2
+  };
+
+  // Makes the compiler forget what x holds, so that no float product stored there is fused with a later addition.
+  static void forget(float* x) {
+#if defined(__GNUC__)
+    __asm__ volatile("" : : "r"(x) : "memory");
+#else
+    static_cast<void>(x);
+#endif
+  }
+
+  static float saturate(float x) { return (std::min)((std::max)(x, -3.402823466e38f), 3.402823466e38f); }
+
+  // Nearest integer, ties to even, for |x| < 2^22 (2^51): the addition leaves the integer in the low bits.
+  static std::int32_t round_even(float x) {
+    return std::bit_cast<std::int32_t>(x + 12582912.0f) - std::bit_cast<std::int32_t>(12582912.0f);
+  }
+  static double round_even(double x) { return x + 6755399441055744.0 - 6755399441055744.0; }
+
+  // The smallest bfloat16 that is at least x >= 0.
+  static bfloat16 bfloat16_at_least(float x) {
+    return bfloat16{static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(x) + 0xffffu) >> 16)};
+  }
+
+  static float largest_magnitude(const float* x, std::size_t dim) {
+    std::uint32_t largest = 0;
+    for (std::size_t i = 0; i < dim; ++i) largest = (std::max)(largest, std::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu);
+    return std::bit_cast<float>(largest);
+  }
+
+  // Power of two of the exponent of x, which is finite and not negative: x / 2^result in [1, 2), or less for subnormals.
+  static int exponent(float x) {
+    return (std::max)(static_cast<int>(std::bit_cast<std::uint32_t>(x) >> 23) - 127, -126);
+  }
+  static float power_of_two(int e) { return std::bit_cast<float>(static_cast<std::uint32_t>(e + 127) << 23); }
+
+  // out = in / f with f a power of two such that the largest magnitude comes into [1, 4). Returns f.
+  static float normalize(const float* in, std::size_t dim, float* out) {
+    const int e = (std::min)(exponent(largest_magnitude(in, dim)), 126);
+    const float down = power_of_two(-e);
+    for (std::size_t i = 0; i < dim; ++i) out[i] = in[i] * down;
+    return power_of_two(e);
+  }
+
+  static void scale_back(std::size_t dim, float* x, float factor) {
+    const float norm = 1.0f / std::sqrt(static_cast<float>(dim));
+    for (std::size_t i = 0; i < dim; ++i) x[i] = x[i] * norm * factor;
+    forget(x);
+  }
+
+  // x = H x, or H^T x.
+  static void transform(const RotationView& r, float* x, bool transposed) {
+    const std::size_t inner = r.dim / r.order;
+    for (std::size_t block = 0; block < r.dim; block += inner) sylvester(x + block, inner);
+    if (r.order == 1) return;
+    float mixed[kMaxRow];
+    for (std::size_t a = 0; a < r.order; ++a) {
+      float* to = mixed + a * inner;
+      std::copy_n(x, inner, to);  // column 0 of base and transposed base enters with its sign below
+      const float sign0 = r.base[transposed ? 0 * r.order + a : a * r.order];
+      for (std::size_t i = 0; i < inner; ++i) to[i] *= sign0;
+      for (std::size_t b = 1; b < r.order; ++b) {
+        const float sign = r.base[transposed ? b * r.order + a : a * r.order + b];
+        const float* from = x + b * inner;
+        if (sign > 0) {
+          for (std::size_t i = 0; i < inner; ++i) to[i] += from[i];
+        } else {
+          for (std::size_t i = 0; i < inner; ++i) to[i] -= from[i];
+        }
+      }
+    }
+    std::copy_n(mixed, r.dim, x);
+  }
+
+  // In-place Walsh-Hadamard transform of n = 2^k values, butterflies of growing distance.
+  static void sylvester(float* x, std::size_t n) {
+    for (std::size_t h = 1; h < n; h *= 2) {
+      for (std::size_t block = 0; block < n; block += 2 * h) {
+        float* low = x + block;
+        float* high = low + h;
+        if (h >= V::size) {
+          for (std::size_t i = 0; i < h; i += V::size) {
+            const V a = V::load_unaligned(low + i), b = V::load_unaligned(high + i);
+            (a + b).store_unaligned(low + i);
+            (a - b).store_unaligned(high + i);
+          }
+        } else {
+          for (std::size_t i = 0; i < h; ++i) {
+            const float a = low[i], b = high[i];
+            low[i] = a + b;
+            high[i] = a - b;
+          }
+        }
+      }
+    }
+  }
+
+  static Fixed to_fixed(const float* x, std::size_t dim, std::int16_t* fixed) {
+    // The largest magnitude comes to [2^14, 2^15); vectors below 2^-112 keep fewer bits.
+    const int e = (std::max)(exponent(largest_magnitude(x, dim)), -112);
+    const float up = power_of_two(14 - e);
+    std::int64_t energy = 0;
+    for (std::size_t i = 0; i < dim; ++i) {
+      const std::int32_t rounded = (std::min)((std::max)(round_even(x[i] * up), -32767), 32767);
+      fixed[i] = static_cast<std::int16_t>(rounded);
+      energy += static_cast<std::int64_t>(rounded) * rounded;
+    }
+    return {std::ldexp(1.0, e - 14), energy};
+  }
+
+  static bfloat16 final_scale(const Fixed& row, double dot, double norm, ScaleRule rule) {
+    const double scale = rule == ScaleRule::unbiased ? static_cast<double>(row.energy) / dot : dot / norm;
+    return to_bfloat16(static_cast<float>(scale * row.unit));
+  }
+
+  static std::size_t fragment_index(layout::Side side, std::size_t tile, std::size_t group, std::size_t tiles,
+                                    std::size_t groups) {
+    return side == layout::Side::key ? tile * groups + group : group * tiles + tile;
+  }
+
+  template <class Codes>
+  static const std::uint8_t* fragment_at(layout::Side side, const CodedPart& part, const Codes&, std::size_t tile,
+                                         std::size_t group, std::size_t tiles, std::size_t groups) {
+    return part.fragments + fragment_index(side, tile, group, tiles, groups) * layout::fragment_bytes(Codes::bits);
+  }
+
+  // levels[16 * depth + lane]: depth is the coordinate of a key fragment, the token of a value fragment.
+  template <unsigned B>
+  static void unpack(const std::uint8_t* fragment, const LevelCodes<B>& codes, std::int16_t* levels) {
+    for (std::size_t slot = 0; slot < layout::kFragmentSlots; ++slot) {
+      for (std::size_t i = 0; i < layout::kSlotCodes; ++i) {
+        const std::size_t to = (slot * 4 + i % 4) * 16 + i / 4;
+        if constexpr (B == 8) {
+          levels[to] = static_cast<std::int8_t>(fragment[slot * layout::kSlotCodes + i]);
+        } else {
+          const auto low = layout::low_field(B, slot * layout::kSlotCodes + i);
+          unsigned code = fragment[low.byte] >> low.shift & ((1u << low.count) - 1);
+          if constexpr (B == 3) {
+            const auto high = layout::high_field(slot * layout::kSlotCodes + i);
+            code |= (fragment[high.byte] >> high.shift & 1u) << 2;
+          }
+          levels[to] = codes.levels[code];
+        }
+      }
+    }
+  }
+
+  static void widen(const bfloat16* in, std::size_t dim, float* out) {
+    for (std::size_t i = 0; i < dim; ++i) out[i] = to_float(in[i]);
+  }
+
+  static float tree_sum(const float (&lanes)[16]) {
+    float sum[16];
+    std::copy_n(lanes, 16, sum);
+    for (std::size_t half = 8; half > 0; half /= 2) {
+      for (std::size_t i = 0; i < half; ++i) sum[i] += sum[i + half];
+    }
+    return sum[0];
+  }
+
+  // dim is a multiple of 16. 16 partial sums, then a tree.
+  static float dot(const float* a, const float* b, std::size_t dim) {
+    constexpr std::size_t kWidth = V::size < 16 ? V::size : 16;
+    if constexpr (V::size <= 16) {
+      float lanes[16];
+      for (std::size_t first = 0; first < 16; first += kWidth) {
+        V acc(0.0f);
+        for (std::size_t i = first; i < dim; i += 16) acc = acc + V::load_unaligned(a + i) * V::load_unaligned(b + i);
+        acc.store_unaligned(lanes + first);
+      }
+      return tree_sum(lanes);
+    } else {
+      float lanes[16] = {};
+      for (std::size_t i = 0; i < dim; ++i) lanes[i % 16] += a[i] * b[i];
+      return tree_sum(lanes);
+    }
+  }
+};
+
+using Portable = PortableKernels<FloatVector>;
+
+}  // namespace turboquant::kernels

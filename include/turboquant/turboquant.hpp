@@ -1,0 +1,16 @@
+// The door: every public header of turboquant.
+#pragma once
+
+#include <turboquant/attention/attend.hpp>
+#include <turboquant/attention/merge.hpp>
+#include <turboquant/cache/config.hpp>
+#include <turboquant/cache/format.hpp>
+#include <turboquant/cache/kv_cache.hpp>
+#include <turboquant/codec/codec.hpp>
+#include <turboquant/codec/polar_quant.hpp>
+#include <turboquant/codec/scalar_quant.hpp>
+#include <turboquant/core/dtype.hpp>
+#include <turboquant/core/rows.hpp>
+#include <turboquant/core/status.hpp>
+#include <turboquant/transform/hadamard.hpp>
+#include <turboquant/version.hpp>
