@@ -8,6 +8,7 @@
 #include <turboquant/cache/kv_cache.hpp>
 #include <turboquant/codec/codec.hpp>
 #include <turboquant/codec/polar_quant.hpp>
+#include <turboquant/codec/qjl.hpp>
 #include <turboquant/codec/scalar_quant.hpp>
 #include <turboquant/core/dtype.hpp>
 #include <turboquant/core/rows.hpp>

@@ -44,6 +44,7 @@ struct Operations {
   unsigned key_bits, value_bits;
   bool value_zero_points;
   unsigned query_planes;
+  std::size_t (*encode_scratch_bytes)(Side, std::size_t, std::size_t);  // side, page tokens, dim
 
   void (*rotate)(const RotationView&, const float*, float*);
   void (*rotate_back)(const RotationView&, const float*, float*);
@@ -75,6 +76,11 @@ inline constexpr Operations kOperations = {
     .value_bits = F::value_codec::bits,
     .value_zero_points = F::value_codec::zero_points,
     .query_planes = F::key_codec::query_planes,
+    .encode_scratch_bytes =
+        [](Side side, std::size_t page_tokens, std::size_t dim) {
+          return side == Side::key ? F::key_codec::scratch_bytes(page_tokens, dim)
+                                   : F::value_codec::scratch_bytes(page_tokens, dim);
+        },
     .rotate = &K::rotate,
     .rotate_back = &K::rotate_back,
     .center_rows = &K::center_rows,

@@ -57,11 +57,15 @@ struct Layer {
 
   bool zero_points(Side side) const { return side == Side::value && page_shape.value.zero_points; }
 
-  // Work space of encode, in bytes: rows in float and their codes.
+  // Work space of encode, in bytes: rows in float, then what the codec needs.
   std::size_t encode_scratch_bytes() const {
-    const std::size_t widest = shape.head_dim > shape.value_dim ? shape.head_dim : shape.value_dim;
-    return page_shape.tokens * widest * sizeof(float) +
-           layout::round_up(turboquant::encode_scratch_bytes(page_shape.tokens, widest), kCacheLine);
+    std::size_t most = 0;
+    for (const Side side : {Side::key, Side::value}) {
+      const std::size_t codec = operations->encode_scratch_bytes(side, page_shape.tokens, dim(side));
+      const std::size_t bytes = page_shape.tokens * dim(side) * sizeof(float) + layout::round_up(codec, kCacheLine);
+      most = bytes > most ? bytes : most;
+    }
+    return most;
   }
 
   // Zeroes the padding of a new page, so that every byte of it is a function of its tokens.

@@ -33,7 +33,8 @@ struct CodedTarget {
 ///   id, name     frozen number and text in files and messages
 ///   zero_points  true: a zero point per token is stored beside the scale
 ///   codes()      the argument of kernels::score, accumulate and decode_row
-///   encode<K>    rows [count][dim] -> target, with the kernels K; scratch: count * dim bytes
+///   encode<K>    rows [count][dim] -> target, with the kernels K
+///   scratch_bytes(page_tokens, dim)  work space of encode
 template <class C>
 concept Codec = requires(const float* rows, std::size_t count, std::uint8_t* scratch, const CodedTarget& target) {
   { C::bits } -> std::convertible_to<unsigned>;
@@ -41,6 +42,7 @@ concept Codec = requires(const float* rows, std::size_t count, std::uint8_t* scr
   { C::name } -> std::convertible_to<const char*>;
   { C::zero_points } -> std::convertible_to<bool>;
   { C::codes() };
+  { C::scratch_bytes(count, count) } -> std::convertible_to<std::size_t>;
   requires C::bits >= 1 && C::bits <= 8;
 };
 
@@ -55,8 +57,5 @@ concept KeyCodec = Codec<C> && !C::zero_points && requires {
 /// Values are accumulated: weights times levels, plus weights times zero points where there are any.
 template <class C>
 concept ValueCodec = Codec<C>;
-
-/// Scratch bytes that encode<K> needs for a page.
-constexpr std::size_t encode_scratch_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
 
 }  // namespace turboquant

@@ -31,7 +31,9 @@ struct PolarQuant {
     }
   }
 
-  /// rows: [count][target.dim], rotated and centred; scratch: count * dim bytes.
+  static constexpr std::size_t scratch_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
+
+  /// rows: [count][target.dim], rotated and centred; scratch: scratch_bytes().
   template <class K>
   static void encode(Side side, const float* rows, std::size_t count, EncodeOptions options, const CodedTarget& target,
                      std::uint8_t* scratch) {

@@ -28,7 +28,9 @@ struct ScalarQuant {
     }
   }
 
-  /// rows: [count][target.dim], rotated and centred; scratch: count * dim bytes. Options do not matter: the grid follows
+  static constexpr std::size_t scratch_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
+
+  /// rows: [count][target.dim], rotated and centred; scratch: scratch_bytes(). Options do not matter: the grid follows
   /// from minimum and maximum.
   template <class K>
   static void encode(Side side, const float* rows, std::size_t count, EncodeOptions, const CodedTarget& target,

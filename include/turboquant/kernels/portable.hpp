@@ -267,12 +267,12 @@ struct PortableKernels {
   template <class Codes>
   static void decode_row(layout::Side side, const CodedPart& part, const Codes& codes, std::size_t token, float* out) {
     decode_center(part, out);
-    const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16, tile = token / 16;
+    const std::size_t groups = part.dim / 16, tile = token / 16;
     const float scale = to_float(part.scales[token]);
     const float zero = part.zero_points != nullptr ? to_float(part.zero_points[token]) : 0.0f;
     std::int16_t levels[layout::kFragmentCodes];
     for (std::size_t group = 0; group < groups; ++group) {
-      unpack(fragment_at(side, part, codes, tile, group, tiles, groups), codes, levels);
+      unpack(fragment_at(side, part, codes, tile, group), codes, side == layout::Side::key ? group == 0 : tile == 0, levels);
       for (std::size_t c = 0; c < 16; ++c) {
         const std::size_t at = side == layout::Side::key ? c * 16 + token % 16 : token % 16 * 16 + c;
         out[group * 16 + c] += scale * static_cast<float>(levels[at]) + zero;
@@ -317,7 +317,7 @@ struct PortableKernels {
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                     const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor, float* logits,
                     std::size_t stride) {
-    const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16;
+    const std::size_t groups = part.dim / 16;
     float center[kMaxRow];
     if (part.center_bits != 0) decode_center(part, center);
     std::int16_t levels[layout::kFragmentCodes];
@@ -328,7 +328,7 @@ struct PortableKernels {
         const std::size_t rows = (std::min)(kRows, row_end - first);
         std::int32_t sums[kRows][16] = {};
         for (std::size_t group = 0; group < groups; ++group) {
-          unpack(fragment_at(layout::Side::key, part, codes, tile, group, tiles, groups), codes, levels);
+          unpack(fragment_at(layout::Side::key, part, codes, tile, group), codes, group == 0, levels);
           for (std::size_t r = 0; r < rows; ++r) {
             const std::int8_t* plane = block.planes + (first + r) * block.plane_count * block.dim + group * 16;
             for (std::size_t c = 0; c < 16; ++c) {
@@ -422,7 +422,7 @@ struct PortableKernels {
   static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride, const WeightSums* sums,
                          float* out, std::size_t out_stride) {
-    const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16;
+    const std::size_t groups = part.dim / 16;
     constexpr std::size_t kRows = 8;
     std::int16_t levels[layout::kFragmentCodes];
     float center[kMaxRow];
@@ -432,7 +432,7 @@ struct PortableKernels {
       for (std::size_t group = 0; group < groups; ++group) {
         std::int32_t acc[kRows][16] = {};
         for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
-          unpack(fragment_at(layout::Side::value, part, codes, tile, group, tiles, groups), codes, levels);
+          unpack(fragment_at(layout::Side::value, part, codes, tile, group), codes, tile == 0, levels);
           for (std::size_t r = 0; r < set; ++r) {
             if (!(sums[first + r].coefficient > 0)) continue;
             for (std::size_t t = 0; t < 16; ++t) {
@@ -628,26 +628,35 @@ struct PortableKernels {
 
   template <class Codes>
   static const std::uint8_t* fragment_at(layout::Side side, const CodedPart& part, const Codes&, std::size_t tile,
-                                         std::size_t group, std::size_t tiles, std::size_t groups) {
-    return part.fragments + fragment_index(side, tile, group, tiles, groups) * layout::fragment_bytes(Codes::bits);
+                                         std::size_t group) {
+    return part.fragments + fragment_index(side, tile, group, part.page_tokens / 16, part.dim / 16) *
+                                layout::fragment_bytes(Codes::bits);
   }
 
-  // levels[16 * depth + lane]: depth is the coordinate of a key fragment, the token of a value fragment.
+  // levels[16 * depth + lane]: depth is the coordinate of a key fragment, the token of a value fragment. The fields are those
+  // of layout/fragment.hpp, written out per width; a test compares the two.
   template <unsigned B>
-  static void unpack(const std::uint8_t* fragment, const LevelCodes<B>& codes, std::int16_t* levels) {
-    for (std::size_t slot = 0; slot < layout::kFragmentSlots; ++slot) {
-      for (std::size_t i = 0; i < layout::kSlotCodes; ++i) {
-        const std::size_t to = (slot * 4 + i % 4) * 16 + i / 4;
+  static void unpack(const std::uint8_t* fragment, const LevelCodes<B>& codes, bool /*first*/, std::int16_t* levels) {
+    for (std::size_t lane = 0; lane < 16; ++lane) {
+      for (std::size_t b = 0; b < 4; ++b) {
+        const std::size_t i = lane * 4 + b;
+        std::int16_t* to = levels + b * 16 + lane;  // slot s is 64 s further
         if constexpr (B == 8) {
-          levels[to] = static_cast<std::int8_t>(fragment[slot * layout::kSlotCodes + i]);
+          for (std::size_t s = 0; s < 4; ++s) to[64 * s] = static_cast<std::int8_t>(fragment[64 * s + i]);
+        } else if constexpr (B == 4) {
+          const unsigned first = fragment[i], second = fragment[64 + i];
+          to[0] = codes.levels[first & 15u];
+          to[64] = codes.levels[first >> 4];
+          to[128] = codes.levels[second & 15u];
+          to[192] = codes.levels[second >> 4];
+        } else if constexpr (B == 1) {
+          for (std::size_t s = 0; s < 4; ++s) to[64 * s] = codes.levels[fragment[8 * s + i / 8] >> i % 8 & 1u];
         } else {
-          const auto low = layout::low_field(B, slot * layout::kSlotCodes + i);
-          unsigned code = fragment[low.byte] >> low.shift & ((1u << low.count) - 1);
-          if constexpr (B == 3) {
-            const auto high = layout::high_field(slot * layout::kSlotCodes + i);
-            code |= (fragment[high.byte] >> high.shift & 1u) << 2;
+          for (std::size_t s = 0; s < 4; ++s) {
+            unsigned code = fragment[i] >> 2 * s & 3u;
+            if constexpr (B == 3) code |= (fragment[64 + 8 * s + i / 8] >> i % 8 & 1u) << 2;
+            to[64 * s] = codes.levels[code];
           }
-          levels[to] = codes.levels[code];
         }
       }
     }
