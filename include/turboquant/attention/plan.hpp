@@ -438,6 +438,7 @@ struct PlanAccess {
       }
       if (status != Status::ok) return status;
     }
+    if (item.queries.tokens == 0 && item.out.tokens != 0) return Core::bad_shape("queries.tokens", item.out.tokens, 0);
     Item planned{};
     planned.item = item;
     planned.group = 1;
@@ -519,6 +520,9 @@ struct PlanAccess {
       planned.position = planned.item.position == npos
                              ? static_cast<std::ptrdiff_t>(view.after) - static_cast<std::ptrdiff_t>(queries)
                              : static_cast<std::ptrdiff_t>(planned.item.position);
+      if (planned.item.position == npos && state.params.causal && view.after != 0 && queries > view.after) {
+        return Core::bad_shape("queries.tokens", view.after, queries);  // the first ones would stand before position 0
+      }
       if (planned.item.position != npos && planned.item.position > (std::size_t{1} << 48)) {
         return Core::bad_shape("position", std::size_t{1} << 48, planned.item.position);
       }
@@ -569,7 +573,8 @@ struct PlanAccess {
     planned.coded_end = (std::max)(rule.coded(old.base, planned.after), planned.coded_end);
     planned.pages = (planned.coded_end - old.coded_end()) / rule.page_tokens;
     planned.tail_begin = (std::max)(rule.raw_begin(old.base, planned.after), old.tail_begin);
-    planned.kept_first = keep(old.first_tiles, 0, (std::min)(planned.before, first_tokens));
+    planned.kept_first = planned.before >= first_tokens ? old.first_tiles.size()  // complete: shared or not, nobody writes
+                                                        : keep(old.first_tiles, 0, planned.before);
     planned.first_tiles = tiles((std::min)(planned.after, first_tokens)) - planned.kept_first;
     planned.dropped_tail = (std::min)((planned.tail_begin - old.tail_begin) / 16, old.tail.size());
     planned.kept_tail = keep(old.tail, planned.dropped_tail, detail::saturating_subtract(planned.before, planned.tail_begin));

@@ -233,6 +233,9 @@ class CacheCore {
     if (index >= layers_.size()) return {Status::bad_layer, "layer", as_signed(layers_.size()), as_signed(index)};
     const Layer& layer = layers_[index];
     const LayerState& state = sequence->layers[index];
+    if (keys.tokens != 0 && values.tokens != 0 && keys.tokens != values.tokens) {
+      return bad_shape("values.tokens", keys.tokens, values.tokens);
+    }
     for (const Side side : {Side::key, Side::value}) {
       const Rows& rows = side == Side::key ? keys : values;
       if (rows.tokens == 0) continue;
