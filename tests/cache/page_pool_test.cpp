@@ -21,17 +21,17 @@ struct Source {
 
   MemorySource source() {
     return {this,
-            [](void* context, std::size_t bytes, std::size_t alignment) -> void* {
+            [](void* context, std::size_t size, std::size_t alignment) -> void* {
               auto* self = static_cast<Source*>(context);
               if (self->left == 0) return nullptr;
               --self->left;
-              self->bytes += bytes;
+              self->bytes += size;
               ++self->blocks;
-              return std::aligned_alloc(alignment, bytes);
+              return std::aligned_alloc(alignment, size);
             },
-            [](void* context, void* memory, std::size_t bytes) {
+            [](void* context, void* memory, std::size_t size) {
               auto* self = static_cast<Source*>(context);
-              self->bytes -= bytes;
+              self->bytes -= size;
               --self->blocks;
               std::free(memory);
             }};
@@ -116,11 +116,11 @@ TEST(PagePool, EmptySlabsOfOtherClassesAreGivenUp) {
     std::size_t out = 0;
   } narrow;
   const MemorySource source{&narrow,
-                            [](void* context, std::size_t bytes, std::size_t alignment) -> void* {
+                            [](void* context, std::size_t size, std::size_t alignment) -> void* {
                               auto* self = static_cast<Narrow*>(context);
                               if (self->out == 1) return nullptr;
                               ++self->out;
-                              return std::aligned_alloc(alignment, bytes);
+                              return std::aligned_alloc(alignment, size);
                             },
                             [](void* context, void* memory, std::size_t) {
                               --static_cast<Narrow*>(context)->out;
