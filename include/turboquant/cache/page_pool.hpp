@@ -50,7 +50,12 @@ class PagePool {
 
   ~PagePool() {
     for (SizeClass& size : classes_) {
-      while (size.slabs != nullptr) drop_slab(size, size.slabs);
+      while (size.slabs != nullptr) {
+        Slab* slab = size.slabs;
+        unlink(size, slab);
+        drop_slab(slab);
+      }
+      if (size.spare != nullptr) drop_slab(size.spare);
     }
   }
 
@@ -64,7 +69,7 @@ class PagePool {
     for (index = 0; index < classes_.size(); ++index) {
       if (classes_[index].block_bytes == bytes && classes_[index].use == use) return true;
     }
-    return classes_.push_back(SizeClass{bytes, 0, nullptr, use});
+    return classes_.push_back(SizeClass{bytes, 0, nullptr, nullptr, use});
   }
 
   unsigned class_count() const noexcept { return static_cast<unsigned>(classes_.size()); }
@@ -74,7 +79,6 @@ class PagePool {
     const std::lock_guard lock(mutex_);
     SizeClass& size = classes_[size_class];
     if (max_bytes_ != 0 && (size.block_bytes > max_bytes_ || live_bytes_ > max_bytes_ - size.block_bytes)) return nullptr;
-    // Slabs with room stand in front of full ones.
     if ((size.slabs == nullptr || size.slabs->free == nullptr) && !add_slab(size, size_class)) return nullptr;
     Slab* slab = size.slabs;
     Block* block = slab->free;
@@ -93,14 +97,20 @@ class PagePool {
     const std::lock_guard lock(mutex_);
     Slab* slab = block->slab;
     SizeClass& size = classes_[slab->size_class];
+    const bool was_full = slab->free == nullptr;
     block->next = slab->free;
     slab->free = block;
     --slab->used;
     --size.live;
     live_bytes_ -= size.block_bytes;
-    if (slab->used == 0 && size.slabs != nullptr && size.slabs != slab && size.slabs->used == 0) {
-      drop_slab(size, slab);
-    } else if (size.slabs != slab) {
+    if (slab->used == 0) {
+      unlink(size, slab);
+      if (size.spare == nullptr) {
+        size.spare = slab;
+      } else {
+        drop_slab(slab);
+      }
+    } else if (was_full && size.slabs != slab) {
       unlink(size, slab);
       push_front(size, slab);
     }
@@ -120,11 +130,18 @@ class PagePool {
   struct SizeClass {
     std::size_t block_bytes;
     std::size_t live;
-    Slab* slabs;
+    Slab* slabs;  // in use; those with room stand in front of full ones
+    Slab* spare;  // one empty slab
     BlockUse use;
   };
 
+  // Puts a slab with room in front.
   bool add_slab(SizeClass& size, unsigned size_class) noexcept {
+    if (size.spare != nullptr) {
+      push_front(size, size.spare);
+      size.spare = nullptr;
+      return true;
+    }
     const std::size_t bytes = (std::max)(kSlabBytes, size.block_bytes);
     const std::size_t count = bytes / size.block_bytes;
     Slab* slab = new (std::nothrow) Slab;
@@ -156,13 +173,15 @@ class PagePool {
     if (memory != nullptr) return memory;
     bool dropped = false;
     for (SizeClass& size : classes_) {
-      while (size.slabs != nullptr && size.slabs->used == 0) drop_slab(size, size.slabs), dropped = true;
+      if (size.spare == nullptr) continue;
+      drop_slab(size.spare);
+      size.spare = nullptr;
+      dropped = true;
     }
     return dropped ? source_.allocate(source_.context, bytes, kCacheLine) : nullptr;
   }
 
-  void drop_slab(SizeClass& size, Slab* slab) noexcept {
-    unlink(size, slab);
+  void drop_slab(Slab* slab) noexcept {
     if (source_.release != nullptr) source_.release(source_.context, slab->memory, slab->bytes);
     delete[] slab->blocks;
     delete slab;
