@@ -317,7 +317,6 @@ class AttentionPlan {
   // Makes the appends visible. Cannot fail: all tables have room.
   void commit() const noexcept {
     State& state = *state_;
-    detail::PagePool& pool = state.core->pool();
     for (PlannedItem& planned : state.items) {
       if (!planned.appends()) continue;
       detail::LayerState& layer_state = *planned.state;
@@ -327,23 +326,25 @@ class AttentionPlan {
         const detail::Entry entry{next++->block, layer_state.coded_end(), 0, static_cast<std::uint32_t>(page_tokens)};
         (void)layer_state.entries.push_back(entry);
       }
-      install(pool, layer_state.first_tiles, 0, planned.kept_first, next, planned.first_tiles);
-      install(pool, layer_state.tail, planned.dropped_tail, planned.kept_tail, next + planned.first_tiles,
+      install(planned, layer_state.first_tiles, 0, planned.kept_first, next, planned.first_tiles);
+      install(planned, layer_state.tail, planned.dropped_tail, planned.kept_tail, next + planned.first_tiles,
               planned.tail_tiles);
       layer_state.tail_begin = planned.tail_begin;
       layer_state.length = planned.after;
       state.core->free_behind_window(*state.layer, layer_state);
       planned.sequence->pending = nullptr;
+      state.core->settle_reserve(*planned.sequence);
       state.core->account(*planned.sequence);
     }
     state.armed = false;  // the counts of tasks stay: other threads may be reading them
   }
 
-  // tiles := tiles[dropped, dropped + kept) + fresh; the others are released.
-  static void install(detail::PagePool& pool, Array<detail::Block*>& tiles, std::size_t dropped, std::size_t kept,
-                      const detail::PlannedBlock* fresh, std::size_t count) noexcept {
+  // tiles := tiles[dropped, dropped + kept) + fresh; the others are let go.
+  void install(const PlannedItem& planned, Array<detail::Block*>& tiles, std::size_t dropped, std::size_t kept,
+               const detail::PlannedBlock* fresh, std::size_t count) const noexcept {
     for (std::size_t i = 0; i < tiles.size(); ++i) {
-      if (i < dropped || i >= dropped + kept) pool.release(tiles[i]);
+      if (i >= dropped && i < dropped + kept) continue;
+      state_->core->recycle(*planned.sequence, *planned.state, state_->layer->tile_class, tiles[i]);
     }
     tiles.erase((std::min)(dropped + kept, tiles.size()), tiles.size());
     tiles.erase(0, (std::min)(dropped, tiles.size()));

@@ -142,6 +142,7 @@ class CacheCore {
       const std::size_t length = state.length + tokens;
       const std::size_t pages = (rule_.coded(state.base, length) - rule_.coded(state.base, state.length)) / rule_.page_tokens;
       // Tiles: one for every 16 tokens that are ever in the tail at once, and two partial ones that may have to be copied.
+      // Those that the tail leaves behind come back to the reserve (recycle).
       const std::size_t widest = (std::min)(tokens, rule_.recent_tokens + rule_.page_tokens + rule_.rollback_tokens);
       const std::size_t tiles = layout::round_up(widest, 16) / 16 + 1 + 2 +
                                 (state.length < config_.first_tokens
@@ -158,7 +159,7 @@ class CacheCore {
     for (unsigned c = 0; c < pool_.class_count(); ++c) {
       Array<Block*>& blocks = sequence->reserved[c];
       const std::size_t before = blocks.size();
-      bool enough = needed[c] <= before || blocks.reserve(needed[c]);
+      bool enough = blocks.reserve(2 * needed[c]);  // room for what comes back
       while (enough && blocks.size() < needed[c]) {
         Block* block = pool_.acquire(c);
         enough = block != nullptr && blocks.push_back(block);
@@ -173,6 +174,10 @@ class CacheCore {
       }
       account(*sequence);
       return {Status::out_of_memory, "reserve"};
+    }
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      state.reserved_length = (std::max)(state.reserved_length, state.length + tokens);
     }
     account(*sequence);
     return {};
@@ -293,6 +298,23 @@ class CacheCore {
   void give_back(Sequence& sequence, unsigned size_class, Block* block) noexcept {
     Array<Block*>& reserved = sequence.reserved[size_class];
     if (reserved.size() == reserved.capacity() || !reserved.push_back(block)) pool_.release(block);
+  }
+
+  // Lets go of a tile that left the tail: into the sequence's reserve as long as that has promises to keep.
+  void recycle(Sequence& sequence, const LayerState& state, unsigned size_class, Block* tile) noexcept {
+    if (state.length < state.reserved_length && tile->is_exclusive()) {
+      give_back(sequence, size_class, tile);
+    } else {
+      pool_.release(tile);
+    }
+  }
+
+  // Frees what is left of a reserve once all its tokens have come.
+  void settle_reserve(Sequence& sequence) noexcept {
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      if (sequence.layers[l].length < sequence.layers[l].reserved_length) return;
+    }
+    for (unsigned c = 0; c < pool_.class_count(); ++c) cut_tiles(sequence.reserved[c], 0);
   }
 
   // Frees whole pages that no query of the sequence, shortened by rollback_tokens, can see.

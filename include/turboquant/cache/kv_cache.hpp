@@ -42,8 +42,9 @@ class KVCache {
   /// out_of_memory.
   Status erase(SequenceId sequence, std::size_t begin, std::size_t end) noexcept { return core_.erase(sequence, begin, end); }
 
-  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer. Errors: unknown_sequence,
-  /// out_of_memory.
+  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer; what is left of it is freed
+  /// when they have come. A later fork shares raw tiles and so may use some of it up: reserve again. Errors:
+  /// unknown_sequence, out_of_memory.
   Status reserve(SequenceId sequence, std::size_t tokens) noexcept { return core_.reserve(sequence, tokens); }
 
   /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported sequences: it

@@ -55,6 +55,7 @@ struct LayerState {
   std::size_t base = 0;  // where page counting starts: first_tokens, or the tokens coded at the last seal, erase or cut
   std::size_t tail_begin = 0;
   std::size_t held_begin = 0;       // first_tokens until pages are freed behind a window
+  std::size_t reserved_length = 0;  // up to this length reserve() has promised memory
   std::size_t dropped_entries = 0;  // so many were freed in front: entry i keeps the number dropped_entries + i for ever
   Array<Entry> entries;
   Array<Block*> first_tiles;
