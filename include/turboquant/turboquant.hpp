@@ -14,4 +14,5 @@
 #include <turboquant/core/rows.hpp>
 #include <turboquant/core/status.hpp>
 #include <turboquant/transform/hadamard.hpp>
+#include <turboquant/transform/rotation.hpp>
 #include <turboquant/version.hpp>

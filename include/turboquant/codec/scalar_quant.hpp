@@ -10,8 +10,8 @@
 namespace turboquant {
 
 /// x ~ zero_point + scale * level, level = code - 2^(B-1); B = 2, 3, 4 or 8 bits per coordinate plus two bf16 per vector.
-/// Values only. The error of a coordinate is at most half a step of the stored grid, one more rounding of the zero point
-/// (2^-9 of it) at the ends. Known as the value codec of the QJL write-ups (arXiv 2406.03482, section 3.2).
+/// Values only. Without search the error of a coordinate is at most half a step of the stored grid, one more rounding of the zero
+/// point (2^-8 of it) at the ends; with search less on average. PolarQuant<B> has less error in fewer bytes: see docs. Known as the value codec of the QJL write-ups (arXiv 2406.03482, section 3.2).
 template <unsigned B>
 struct ScalarQuant {
   static_assert(B == 2 || B == 3 || B == 4 || B == 8, "ScalarQuant has 2, 3, 4 or 8 bits");
@@ -30,13 +30,13 @@ struct ScalarQuant {
 
   static constexpr std::size_t scratch_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
 
-  /// rows: [count][target.dim], rotated and centred; scratch: scratch_bytes(). Options do not matter: the grid follows
-  /// from minimum and maximum.
+  /// rows: [count][target.dim], rotated and centred; scratch: scratch_bytes(). The scale rule
+  /// does not matter; with options.search grids narrower than minimum to maximum are tried.
   template <class K>
-  static void encode(Side side, const float* rows, std::size_t count, EncodeOptions, const CodedTarget& target,
+  static void encode(Side side, const float* rows, std::size_t count, EncodeOptions options, const CodedTarget& target,
                      std::uint8_t* scratch) {
     for (std::size_t t = 0; t < count; ++t) {
-      target.scales[t] = K::template encode_minmax<B>(rows + t * target.dim, target.dim, target.zero_points[t],
+      target.scales[t] = K::template encode_minmax<B>(rows + t * target.dim, target.dim, options.search, target.zero_points[t],
                                                       scratch + t * target.dim);
     }
     std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});
