@@ -19,9 +19,9 @@ class Carver {
   explicit Carver(std::byte* base) : base_(base) {}
   template <class T>
   T* take(std::size_t count) {
-    T* piece = reinterpret_cast<T*>(base_ + used_);
+    T* piece = base_ != nullptr ? reinterpret_cast<T*>(base_ + used_) : nullptr;
     used_ += layout::round_up(count * sizeof(T), kCacheLine);
-    return base_ != nullptr ? piece : nullptr;
+    return piece;
   }
   std::size_t used() const { return used_; }
 

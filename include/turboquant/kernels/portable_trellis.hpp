@@ -30,12 +30,11 @@ struct TrellisCodes {
   }
 };
 
-/// The trellis part of a set of kernels `K`, which gives `to_fixed` and `final_scale`. Path, bytes and scale are the same for
-/// every compiler and optimisation level: 16-bit integers after one rounding of the row.
+/// The trellis part of a set of kernels `K`, of which it uses `to_fixed` and `final_scale`. Paths, scales and bytes are the
+/// same for every compiler and optimisation level: integers after one rounding of each row.
 template <class K>
 struct PortableTrellis {
-  /// Levels and targets of the search are in 1/128 of a level, so that a squared difference shifted right by 16 bits is a cost
-  /// below 2^14.
+  /// Levels and targets of a search are in 1/128 of a level, so that (target - level)^2 >> 16 is a cost below 2^14.
   static constexpr int kTrellisUnit = 128;
   static constexpr int kTrellisRange = 127 * kTrellisUnit;
 
@@ -45,19 +44,19 @@ struct PortableTrellis {
     for (unsigned w = 0; w < 256; ++w) levels[w] = static_cast<std::int16_t>(kTrellisUnit * codes.level(w));
   }
 
-  /// The new bits path[0, length) of the sequence with the least sum of costs (target[i] - levels[w_i])^2 >> 16, each rounded
-  /// down, from window 0. Viterbi: of equal costs the lowest predecessor and the lowest end state win. target, levels:
-  /// within kTrellisRange; back: work space of length * states bytes. Costs are exact in 16 bits: a path reaches any state from
-  /// any other in three steps, so that no two states differ by more than 3 * 16129.
+  /// path[0, length): the new bits of the sequence that costs least, sum of (target[i] - levels[w_i])^2 >> 16, each term
+  /// rounded down. Viterbi: among equals the lowest predecessor and the lowest end state win. target and levels (256) within
+  /// kTrellisRange; back: length * states bytes of work space. Sums are exact in 16 bits: three steps lead from any state to
+  /// any other, so that no two differ by more than 3 * 16129.
   template <unsigned B>
   static void find_trellis_path(const std::int16_t* target, std::size_t length, const std::int16_t* levels,
                                 std::uint8_t* back, std::uint8_t* path) {
     constexpr unsigned kStates = TrellisCodes<B>::states, kBranches = 1u << B;
-    // A cost c is kept as c - 32768. What state 0 has not reached yet costs more than any path of three steps.
-    constexpr std::int16_t kLowest = -32768, kUnreached = kLowest + 49151;
+    // A sum s is kept as s - 32768. A state not reached yet costs more than any path of three steps.
+    constexpr std::int16_t kNothing = -32768, kUnreached = kNothing + 49151;
     std::int16_t cost[kStates];
     std::fill_n(cost, kStates, kUnreached);
-    cost[0] = kLowest;
+    cost[0] = kNothing;
     for (std::size_t i = 0; i < length; ++i) {
       std::int16_t arriving[256];
       for (unsigned state = 0; state < kStates; ++state) {
@@ -73,16 +72,18 @@ struct PortableTrellis {
       std::copy_n(arriving, kStates, cost);
       for (unsigned top = 1; top < kBranches; ++top) {
         const std::int16_t* other = arriving + top * kStates;
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC unroll 1  // unrolled, g++ does not vectorise it
+#endif
         for (unsigned state = 0; state < kStates; ++state) {
-          const auto better = static_cast<std::int16_t>(-static_cast<int>(other[state] < cost[state]));
-          from[state] = (std::max)(from[state], static_cast<std::int16_t>(better & static_cast<int>(top)));
-          cost[state] = (std::min)(cost[state], other[state]);
+          const bool better = other[state] < cost[state];
+          from[state] = better ? static_cast<std::int16_t>(top) : from[state];
+          cost[state] = better ? other[state] : cost[state];
         }
       }
       std::int16_t least = cost[0];
       for (unsigned state = 1; state < kStates; ++state) least = (std::min)(least, cost[state]);
-      // At most 65535 apart, and the difference to `least` at most 49151.
-      const auto excess = static_cast<std::int16_t>(i < 3 ? 0 : least - kLowest);
+      const int excess = i < 3 ? 0 : least - kNothing;
       for (unsigned state = 0; state < kStates; ++state) {
         cost[state] = (std::min)(static_cast<std::int16_t>(cost[state] - excess), kUnreached);
         back[i * kStates + state] = static_cast<std::uint8_t>(from[state]);
@@ -93,6 +94,24 @@ struct PortableTrellis {
     for (std::size_t i = length; i-- > 0;) {
       path[i] = static_cast<std::uint8_t>(state & (kBranches - 1));
       state = static_cast<unsigned>(back[i * kStates + state]) << (8 - 2 * B) | state >> B;
+    }
+  }
+
+ protected:
+  // levels[16 * depth + lane] of a fragment; `first`: it starts its sequences. Otherwise the 16 bytes before it, the last plane
+  // of the fragment before, are the history.
+  template <unsigned B>
+  static void unpack(const std::uint8_t* fragment, const TrellisCodes<B>& codes, bool first, std::int16_t* levels) {
+    for (std::size_t half = 0; half < 2; ++half) {
+      const std::uint8_t* planes = fragment + half * B * 16;
+      for (std::size_t lane = 0; lane < 16; ++lane) {
+        std::uint64_t bits = first && half == 0 ? 0 : (planes - 16)[lane];
+        for (std::size_t plane = 0; plane < B; ++plane) bits = bits << 8 | planes[16 * plane + lane];
+        for (std::size_t i = 0; i < 8; ++i) {
+          const auto window = static_cast<unsigned>(bits >> (7 - i) * B & 255u);
+          levels[(8 * half + i) * 16 + lane] = static_cast<std::int16_t>(codes.level(window));
+        }
+      }
     }
   }
 };
