@@ -1,0 +1,22 @@
+# What our own programs share: warnings, ccache, an optimised build by default. Nothing here reaches a consumer.
+set(CMAKE_CXX_EXTENSIONS OFF)
+
+if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, RelWithDebInfo, MinSizeRel or Debug" FORCE)
+endif()
+
+find_program(TURBOQUANT_CCACHE ccache)
+mark_as_advanced(TURBOQUANT_CCACHE)
+if(TURBOQUANT_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # The sloppiness is what ccache needs to work with precompiled headers.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros
+                                  ${TURBOQUANT_CCACHE})
+endif()
+
+add_library(turboquant_warnings INTERFACE)
+if(MSVC)
+  target_compile_options(turboquant_warnings INTERFACE /W4 $<$<BOOL:${TURBOQUANT_WERROR}>:/WX>)
+else()
+  target_compile_options(turboquant_warnings INTERFACE -Wall -Wextra -Wpedantic -Wconversion -Wshadow
+                                                       $<$<BOOL:${TURBOQUANT_WERROR}>:-Werror>)
+endif()

@@ -1,0 +1,21 @@
+# cmake -D ROOT=<repository> -P readme.cmake: the first C++ block of README.md is examples/quickstart.cpp, which stays
+# short, and the two commands name workflows that exist.
+cmake_minimum_required(VERSION 3.25)
+
+file(READ ${ROOT}/README.md readme)
+file(READ ${ROOT}/examples/quickstart.cpp quickstart)
+string(FIND "${readme}" "```cpp\n${quickstart}```\n" at)
+if(at LESS 0)
+  message(SEND_ERROR "README.md does not show examples/quickstart.cpp as it is")
+endif()
+string(REGEX REPLACE "[^\n]" "" newlines "${quickstart}")
+string(LENGTH "${newlines}" lines)
+if(lines GREATER 40)
+  message(SEND_ERROR "examples/quickstart.cpp has ${lines} lines, at most 40 are wanted")
+endif()
+foreach(preset IN ITEMS demo test)
+  string(FIND "${readme}" "&& cmake --workflow --preset ${preset}\n" at)
+  if(at LESS 0)
+    message(SEND_ERROR "README.md has no command that ends with: cmake --workflow --preset ${preset}")
+  endif()
+endforeach()
