@@ -1,0 +1,232 @@
+// Engines with threads: executors and AttentionPlan give the serial results bit for bit, and a dropped plan is no plan.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstddef>
+#include <vector>
+
+#include "attention/thread_pool.hpp"
+#include "cache/block.hpp"
+
+namespace {
+
+using namespace tests;
+using turboquant::AttentionParams;
+using turboquant::AttentionPlan;
+using turboquant::BatchItem;
+using turboquant::CacheConfig;
+using turboquant::KVCache;
+using turboquant::LayerShape;
+using turboquant::SequenceId;
+using turboquant::Status;
+
+CacheConfig two_layers() {
+  CacheConfig config;
+  config.layers = {LayerShape{.kv_heads = 2, .head_dim = 64}, LayerShape{.kv_heads = 1, .head_dim = 96, .window = 70}};
+  config.page_tokens = 16;
+  config.recent_tokens = 16;
+  config.rollback_tokens = 8;
+  return config;
+}
+
+/// Three sequences (a long one, a short one, a new one) and the items of one step over a layer.
+class Step {
+ public:
+  static constexpr std::size_t kSequences = 3;
+  static constexpr std::array<std::size_t, kSequences> kPresent{700, 37, 0};
+
+  explicit Step(KVCache<turboquant::TQ4>& cache) : cache_(cache) {
+    for (std::size_t s = 0; s < kSequences; ++s) {
+      ids_[s] = new_sequence(cache);
+      for (std::size_t layer = 0; layer < 2; ++layer) EXPECT_OK(append_only(cache, layer, ids_[s], keys(s, layer, 0, kPresent[s]), values(s, layer, 0, kPresent[s])));
+    }
+  }
+
+  /// Items that append `count` tokens to each sequence with all their queries.
+  std::span<const BatchItem> items(std::size_t layer, std::size_t count) {
+    for (std::size_t s = 0; s < kSequences; ++s) {
+      const std::size_t begin = cache_length(s, layer);
+      keys_[s] = keys(s, layer, begin, count);
+      values_[s] = values(s, layer, begin, count);
+      queries_[s] = gaussian_block(300 + s, count, 4, keys_[s].dim, 1, begin);
+      outcomes_[s] = Outcome{{}, Block(count, 4, values_[s].dim, kNaN), std::vector<float>(count * 4, kNaN)};
+      items_[s] = {};
+      items_[s].sequence = ids_[s];
+      items_[s].keys = keys_[s].rows();
+      items_[s].values = values_[s].rows();
+      items_[s].queries = queries_[s].rows();
+      items_[s].out = outcomes_[s].out.rows();
+      items_[s].lse = outcomes_[s].lse.data();
+      lengths_[s][layer] += count;
+    }
+    return items_;
+  }
+  void undo(std::size_t layer, std::size_t count) {
+    for (auto& length : lengths_) length[layer] -= count;
+  }
+  const std::array<Outcome, kSequences>& outcomes() const { return outcomes_; }
+  SequenceId id(std::size_t s) const { return ids_[s]; }
+
+ private:
+  std::size_t cache_length(std::size_t s, std::size_t layer) const { return lengths_[s][layer]; }
+  Block keys(std::size_t s, std::size_t layer, std::size_t begin, std::size_t count) const {
+    const LayerShape& shape = cache_.config().layers[layer];
+    return gaussian_block(100 + 10 * s + layer, count, shape.kv_heads, shape.head_dim, 1, begin);
+  }
+  Block values(std::size_t s, std::size_t layer, std::size_t begin, std::size_t count) const {
+    const LayerShape& shape = cache_.config().layers[layer];
+    return gaussian_block(200 + 10 * s + layer, count, shape.kv_heads, shape.head_dim, 1, begin);
+  }
+
+  KVCache<turboquant::TQ4>& cache_;
+  std::array<SequenceId, kSequences> ids_;
+  std::array<std::array<std::size_t, 2>, kSequences> lengths_{{{700, 700}, {37, 37}, {0, 0}}};
+  std::array<Block, kSequences> keys_, values_, queries_;
+  std::array<Outcome, kSequences> outcomes_;
+  std::array<BatchItem, kSequences> items_;
+};
+
+/// Runs the same steps by `attend_step(cache, layer, items, params)` and serially, and compares every bit.
+template <class AttendStep>
+void expect_serial_results(const AttendStep& attend_step) {
+  KVCache<turboquant::TQ4> serial_cache(two_layers()), other_cache(two_layers());
+  Step serial(serial_cache), other(other_cache);
+  for (const std::size_t count : {1U, 40U, 1U, 5U})
+    for (std::size_t layer = 0; layer < 2; ++layer) {
+      AttentionParams params;
+      params.softcap = layer == 0 ? 0.0F : 5.0F;
+      ASSERT_OK(turboquant::attend(serial_cache, layer, serial.items(layer, count), params));
+      attend_step(other_cache, layer, other.items(layer, count), params);
+      for (std::size_t s = 0; s < Step::kSequences; ++s) {
+        EXPECT_TRUE(all_finite(serial.outcomes()[s].out));
+        EXPECT_TRUE(same_bits(serial.outcomes()[s], other.outcomes()[s])) << "sequence " << s << " layer " << layer << " count " << count;
+      }
+    }
+  for (std::size_t s = 0; s < Step::kSequences; ++s) {
+    EXPECT_EQ(other_cache.length(other.id(s)), serial_cache.length(serial.id(s)));
+    Block keys, values, other_keys, other_values;
+    const std::size_t length = serial_cache.length(serial.id(s));
+    ASSERT_OK(read_rows(serial_cache, serial.id(s), 0, 0, length, keys, values));
+    ASSERT_OK(read_rows(other_cache, other.id(s), 0, 0, length, other_keys, other_values));
+    EXPECT_TRUE(same_bits(keys, other_keys) && same_bits(values, other_values));
+  }
+}
+
+TEST(Executor, AThreadPoolGivesTheSerialBits) {
+  for (const std::size_t threads : {1U, 3U}) {
+    ThreadPool pool(threads);
+    expect_serial_results([&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+      ASSERT_OK(turboquant::attend(cache, layer, items, params, pool));
+    });
+    EXPECT_GT(pool.tasks_run(), 0U);
+  }
+}
+
+TEST(Executor, MayRunTasksBackwards) {
+  expect_serial_results([](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+    ASSERT_OK(turboquant::attend(cache, layer, items, params, [](std::size_t tasks, auto&& body) {
+      while (tasks-- > 0) body(tasks);
+    }));
+  });
+}
+
+TEST(Plan, AnSpmdLoopGivesTheSerialBits) {
+  for (const std::size_t threads : {1U, 2U, 4U}) {
+    expect_serial_results([&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+      AttentionPlan plan;
+      ASSERT_OK(turboquant::plan(cache, layer, items, params, plan));
+      EXPECT_GT(plan.phases(), 0U);
+      EXPECT_TRUE(run_plan(plan, threads));
+    });
+  }
+}
+
+TEST(Plan, ReusedForTheNextStep) {
+  AttentionPlan plan;
+  expect_serial_results([&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+    ASSERT_OK(turboquant::plan(cache, layer, items, params, plan));
+    EXPECT_TRUE(run_plan(plan, 2));
+  });
+}
+
+TEST(Plan, ChangesNoLengthBeforeItsLastTask) {
+  KVCache<turboquant::TQ4> cache(two_layers());
+  Step step(cache);
+  AttentionPlan plan;
+  const auto items = step.items(0, 20);
+  ASSERT_OK(turboquant::plan(cache, 0, items, {}, plan));
+  const auto items_of_layer_1 = [&] { EXPECT_OK(turboquant::attend(cache, 1, step.items(1, 20))); };
+  const Workspace workspace(plan.workspace_bytes());
+  std::size_t left = 0;
+  for (std::size_t phase = 0; phase < plan.phases(); ++phase) left += plan.tasks(phase);
+  for (std::size_t phase = 0; phase < plan.phases(); ++phase)
+    for (std::size_t task = 0; task < plan.tasks(phase); ++task) {
+      Block keys, values;  // the layer's own length shows in what can be read
+      EXPECT_FALSE(read_rows(cache, step.id(0), 0, 700, 701, keys, values) == Status::ok);
+      plan.run(phase, task, workspace.get());
+      --left;
+    }
+  EXPECT_EQ(left, 0U);
+  Block keys, values;
+  EXPECT_OK(read_rows(cache, step.id(0), 0, 700, 701, keys, values));
+  items_of_layer_1();
+  EXPECT_EQ(cache.length(step.id(0)), 720U);
+}
+
+TEST(Plan, DroppedEarlierChangesNothing) {
+  for (const bool run_some : {false, true}) {
+    KVCache<turboquant::TQ4> cache(two_layers()), other_cache(two_layers());
+    Step step(cache), other(other_cache);
+    const turboquant::MemoryUse before = cache.memory();
+    {
+      AttentionPlan plan;
+      ASSERT_OK(turboquant::plan(cache, 0, step.items(0, 45), {}, plan));
+      if (run_some) {  // all but the last task, which would commit
+        const Workspace workspace(plan.workspace_bytes());
+        for (std::size_t phase = 0; phase < plan.phases(); ++phase)
+          for (std::size_t task = 0; task + (phase + 1 == plan.phases() ? 1 : 0) < plan.tasks(phase); ++task) plan.run(phase, task, workspace.get());
+      }
+      step.undo(0, 45);
+    }
+    const turboquant::MemoryUse after = cache.memory();
+    EXPECT_EQ(after.page_bytes, before.page_bytes);
+    EXPECT_EQ(after.tail_bytes, before.tail_bytes);
+    EXPECT_EQ(cache.length(step.id(0)), 700U);
+    for (const std::size_t count : {1U, 30U}) {
+      ASSERT_OK(turboquant::attend(cache, 0, step.items(0, count)));
+      ASSERT_OK(turboquant::attend(other_cache, 0, other.items(0, count)));
+      for (std::size_t s = 0; s < Step::kSequences; ++s) EXPECT_TRUE(same_bits(step.outcomes()[s], other.outcomes()[s]));
+    }
+    ASSERT_OK(cache.truncate(step.id(0), 700));  // the sequence accepts calls again
+  }
+}
+
+TEST(Plan, RefusesWhatAttendRefuses) {
+  KVCache<turboquant::TQ4> cache(two_layers());
+  Step step(cache);
+  const auto items = step.items(0, 3);
+  std::array<BatchItem, 3> bad{items[0], items[1], items[2]};
+  AttentionPlan plan;
+  bad[1].keys.dim = 32;
+  EXPECT_STATUS(bad_shape, turboquant::plan(cache, 0, bad, {}, plan));
+  bad[1] = items[1];
+  bad[2].sequence = SequenceId{};
+  EXPECT_STATUS(unknown_sequence, turboquant::plan(cache, 0, bad, {}, plan));
+  EXPECT_STATUS(bad_layer, turboquant::plan(cache, 2, items, {}, plan));
+  Block queries = gaussian_block(1, 3, 4, 64);
+  queries.row(2, 3)[63] = kNaN;
+  bad[2] = items[2];
+  bad[2].queries = queries.rows();
+  EXPECT_STATUS(non_finite_input, turboquant::plan(cache, 0, bad, {}, plan));
+  ASSERT_OK(turboquant::plan(cache, 0, items, {}, plan));
+  EXPECT_TRUE(run_plan(plan, 1));
+}
+
+TEST(Plan, OfNothing) {
+  KVCache<turboquant::TQ4> cache(two_layers());
+  AttentionPlan plan;
+  ASSERT_OK(turboquant::plan(cache, 0, std::span<const BatchItem>(), {}, plan));
+  EXPECT_TRUE(run_plan(plan, 2));
+}
+
+}  // namespace
