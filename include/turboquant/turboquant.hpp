@@ -10,6 +10,7 @@
 #include <turboquant/codec/polar_quant.hpp>
 #include <turboquant/codec/qjl.hpp>
 #include <turboquant/codec/scalar_quant.hpp>
+#include <turboquant/codec/trellis_quant.hpp>
 #include <turboquant/core/dtype.hpp>
 #include <turboquant/core/rows.hpp>
 #include <turboquant/core/status.hpp>

@@ -44,7 +44,8 @@ void check_format(unsigned bits) {
     const SequenceId id = new_sequence(cache);
     Mirror mirror(config, 0, codes_of(bits));
     for (const std::size_t n : {1U, 30U, 19U, 50U, 1U}) {
-      const Block keys = gaussian_block(1, n, 2, 128, 1, mirror.length()), values = gaussian_block(2, n, 2, 128, 1, mirror.length());
+      const Block keys = gaussian_block(1, n, 2, 128, 1, mirror.length()),
+                  values = gaussian_block(2, n, 2, 128, 1, mirror.length());
       ASSERT_OK(append_only(cache, 0, id, keys, values));
       mirror.append(keys, values);
       mirror.learn(cache, id);
@@ -63,7 +64,8 @@ TEST(Logits, OneFormatOfSeveral) {
   config.layers.push_back(LayerShape{.kv_heads = 1, .head_dim = 64, .format = 1});
   KVCache<turboquant::TQ2, turboquant::TQ8> cache(config);
   const SequenceId id = new_sequence(cache);
-  const Block keys = gaussian_block(1, 80, 1, 64), values = gaussian_block(2, 80, 1, 64), query = gaussian_block(3, 1, 1, 64);
+  const Block keys = gaussian_block(1, 80, 1, 64), values = gaussian_block(2, 80, 1, 64),
+              query = gaussian_block(3, 1, 1, 64);
   ASSERT_OK(append_only(cache, 0, id, keys, values));
   ASSERT_OK(append_only(cache, 1, id, keys, values));
   std::vector<float> coarse(80), fine(80);
@@ -89,13 +91,15 @@ TEST(Logits, EvictedPositionsAreMinusInfinity) {
   twin_config.layers[0].window = 0;
   KVCache<turboquant::TQ4> twin(twin_config);
   const SequenceId twin_id = new_sequence(twin);
-  const Block keys = gaussian_block(1, 200, 1, 64), values = gaussian_block(2, 200, 1, 64), queries = gaussian_block(3, 2, 2, 64);
+  const Block keys = gaussian_block(1, 200, 1, 64), values = gaussian_block(2, 200, 1, 64),
+              queries = gaussian_block(3, 2, 2, 64);
   ASSERT_OK(append_only(cache, 0, id, keys, values));
   ASSERT_OK(append_only(twin, 0, twin_id, keys, values));
   const std::vector<float> found = logits_of(cache, id, queries), whole = logits_of(twin, twin_id, queries);
   for (std::size_t row = 0; row < 4; ++row) {
     // Freed at the latest: what a sequence shortened by the rollback no longer sees, to a page.
-    for (std::size_t j = 0; j < 200 - 8 - 40 - 16; ++j) ASSERT_EQ(found[row * 200 + j], -std::numeric_limits<float>::infinity()) << j;
+    for (std::size_t j = 0; j < 200 - 8 - 40 - 16; ++j)
+      ASSERT_EQ(found[row * 200 + j], -std::numeric_limits<float>::infinity()) << j;
     for (std::size_t j = 160; j < 200; ++j) ASSERT_EQ(found[row * 200 + j], whole[row * 200 + j]) << j;
   }
 }
@@ -109,7 +113,8 @@ TEST(Logits, ManyQueriesEqualOneAtATime) {
   const std::vector<float> together = logits_of(cache, id, queries);
   for (std::size_t t = 0; t < 9; ++t) {
     const std::vector<float> alone = logits_of(cache, id, queries.slice(t, t + 1));
-    EXPECT_TRUE(same_bits(alone, std::vector<float>(together.begin() + static_cast<std::ptrdiff_t>(t * 1500), together.begin() + static_cast<std::ptrdiff_t>((t + 1) * 1500))));
+    EXPECT_TRUE(same_bits(alone, std::vector<float>(together.begin() + static_cast<std::ptrdiff_t>(t * 1500),
+                                                    together.begin() + static_cast<std::ptrdiff_t>((t + 1) * 1500))));
   }
 }
 

@@ -36,8 +36,12 @@ Partial merged(Partial a, const Partial& b) {
 }
 
 void expect_near(const Partial& a, const Partial& b, double tolerance) {
-  for (std::size_t i = 0; i < a.out.numbers.size(); ++i) ASSERT_NEAR(static_cast<double>(a.out.numbers[i]), static_cast<double>(b.out.numbers[i]), tolerance) << i;
-  for (std::size_t i = 0; i < a.lse.size(); ++i) ASSERT_NEAR(static_cast<double>(a.lse[i]), static_cast<double>(b.lse[i]), tolerance * (1 + std::fabs(static_cast<double>(b.lse[i])))) << i;
+  for (std::size_t i = 0; i < a.out.numbers.size(); ++i)
+    ASSERT_NEAR(static_cast<double>(a.out.numbers[i]), static_cast<double>(b.out.numbers[i]), tolerance) << i;
+  for (std::size_t i = 0; i < a.lse.size(); ++i)
+    ASSERT_NEAR(static_cast<double>(a.lse[i]), static_cast<double>(b.lse[i]),
+                tolerance * (1 + std::fabs(static_cast<double>(b.lse[i]))))
+        << i;
 }
 
 TEST(Merge, IsTheWeightedMean) {
@@ -48,8 +52,10 @@ TEST(Merge, IsTheWeightedMean) {
     oracle::merge(out, lse, b.out.exact(), std::vector<double>(b.lse.begin(), b.lse.end()));
     const Partial found = merged(a, b);
     // fp32: a few 2^-24 of outputs up to 5; the weights' exponents are exact differences or beyond exp's range.
-    for (std::size_t i = 0; i < out.numbers.size(); ++i) ASSERT_NEAR(static_cast<double>(found.out.numbers[i]), out.numbers[i], 4e-6);
-    for (std::size_t i = 0; i < 15; ++i) ASSERT_NEAR(static_cast<double>(found.lse[i]), lse[i], 1e-6 * (1 + std::fabs(lse[i])));
+    for (std::size_t i = 0; i < out.numbers.size(); ++i)
+      ASSERT_NEAR(static_cast<double>(found.out.numbers[i]), out.numbers[i], 4e-6);
+    for (std::size_t i = 0; i < 15; ++i)
+      ASSERT_NEAR(static_cast<double>(found.lse[i]), lse[i], 1e-6 * (1 + std::fabs(lse[i])));
   }
 }
 
@@ -61,7 +67,8 @@ TEST(Merge, AssociativeAndCommutativeUpToRounding) {
 
 TEST(Merge, AnEmptyPartChangesNoBit) {
   const Partial a = random_partial(1);
-  const Partial left = merged(a, empty_partial()), right = merged(empty_partial(), a), none = merged(empty_partial(), empty_partial());
+  const Partial left = merged(a, empty_partial()), right = merged(empty_partial(), a),
+                none = merged(empty_partial(), empty_partial());
   EXPECT_TRUE(same_bits(left.out, a.out) && same_bits(left.lse, a.lse));
   EXPECT_TRUE(same_bits(right.out, a.out) && same_bits(right.lse, a.lse));
   for (const float x : none.out.numbers) EXPECT_EQ(x, 0.0F);
@@ -78,10 +85,12 @@ TEST(Merge, AnswersInTheTypeOfTheOutput) {
     others[i].bits = oracle::half_bits(static_cast<double>(b.out.numbers[i]));
   }
   std::vector<float> lse = a.lse;
-  turboquant::merge_partials(turboquant::Rows(halves.data(), 3, 5, 48), lse.data(), turboquant::ConstRows(others.data(), 3, 5, 48), b.lse.data());
+  turboquant::merge_partials(turboquant::Rows(halves.data(), 3, 5, 48), lse.data(),
+                             turboquant::ConstRows(others.data(), 3, 5, 48), b.lse.data());
   EXPECT_TRUE(same_bits(lse, wanted.lse));
   // Two inputs and one result rounded to 11 bits.
-  for (std::size_t i = 0; i < halves.size(); ++i) ASSERT_NEAR(oracle::value_of_half(halves[i].bits), static_cast<double>(wanted.out.numbers[i]), 3 * 0x1p-11 * 5);
+  for (std::size_t i = 0; i < halves.size(); ++i)
+    ASSERT_NEAR(oracle::value_of_half(halves[i].bits), static_cast<double>(wanted.out.numbers[i]), 3 * 0x1p-11 * 5);
 }
 
 TEST(Merge, FinishAddsTheSinks) {
@@ -92,8 +101,10 @@ TEST(Merge, FinishAddsTheSinks) {
   oracle::add_sinks(out, lse, std::vector<double>(sinks.begin(), sinks.end()));
   Partial found = a;
   turboquant::finish_partials(found.out.rows(), found.lse.data(), sinks);
-  for (std::size_t i = 0; i < out.numbers.size(); ++i) ASSERT_NEAR(static_cast<double>(found.out.numbers[i]), out.numbers[i], 4e-6);
-  for (std::size_t i = 0; i < 15; ++i) ASSERT_NEAR(static_cast<double>(found.lse[i]), lse[i], 1e-6 * (1 + std::fabs(lse[i])));
+  for (std::size_t i = 0; i < out.numbers.size(); ++i)
+    ASSERT_NEAR(static_cast<double>(found.out.numbers[i]), out.numbers[i], 4e-6);
+  for (std::size_t i = 0; i < 15; ++i)
+    ASSERT_NEAR(static_cast<double>(found.lse[i]), lse[i], 1e-6 * (1 + std::fabs(lse[i])));
 
   Partial empty = empty_partial();
   turboquant::finish_partials(empty.out.rows(), empty.lse.data(), sinks);
@@ -130,9 +141,11 @@ TEST(Merge, SplitAttentionEqualsTheWhole) {
         turboquant::merge_partials(out.rows(), lse.data(), piece.out.rows(), piece.lse.data());
       }
       turboquant::finish_partials(out.rows(), lse.data(), sinks);
-      // Raw: fp32 rounding of at most 300 merges. Coded: 14-bit weights relative to another maximum, 16 keys of norm 8 in
-      // each of 13 pages whose largest weight is below 0.2.
-      for (std::size_t i = 0; i < out.numbers.size(); ++i) ASSERT_NEAR(static_cast<double>(out.numbers[i]), static_cast<double>(whole.out.numbers[i]), coded ? 2e-4 : 4e-6) << parts;
+      // Raw: fp32 rounding of at most 300 merges. Coded: 14-bit weights relative to another maximum, 16 keys of norm 8
+      // in each of 13 pages whose largest weight is below 0.2.
+      for (std::size_t i = 0; i < out.numbers.size(); ++i)
+        ASSERT_NEAR(static_cast<double>(out.numbers[i]), static_cast<double>(whole.out.numbers[i]), coded ? 2e-4 : 4e-6)
+            << parts;
     }
   }
 }

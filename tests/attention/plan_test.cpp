@@ -22,23 +22,25 @@ using turboquant::Status;
 
 CacheConfig two_layers() {
   CacheConfig config;
-  config.layers = {LayerShape{.kv_heads = 2, .head_dim = 64}, LayerShape{.kv_heads = 1, .head_dim = 96, .window = 70}};
+  config.layers = {LayerShape{.kv_heads = 2, .head_dim = 64},
+                   LayerShape{.kv_heads = 1, .head_dim = 96, .window = 1200}};
   config.page_tokens = 16;
   config.recent_tokens = 16;
   config.rollback_tokens = 8;
   return config;
 }
 
-/// Three sequences (a long one, a short one, a new one) and the items of one step over a layer.
+/// Three sequences (a long one, whose context is split, a short one, a new one) and the items of one step over a layer.
 class Step {
  public:
   static constexpr std::size_t kSequences = 3;
-  static constexpr std::array<std::size_t, kSequences> kPresent{700, 37, 0};
+  static constexpr std::array<std::size_t, kSequences> kPresent{2300, 37, 0};
 
   explicit Step(KVCache<turboquant::TQ4>& cache) : cache_(cache) {
     for (std::size_t s = 0; s < kSequences; ++s) {
       ids_[s] = new_sequence(cache);
-      for (std::size_t layer = 0; layer < 2; ++layer) EXPECT_OK(append_only(cache, layer, ids_[s], keys(s, layer, 0, kPresent[s]), values(s, layer, 0, kPresent[s])));
+      for (std::size_t layer = 0; layer < 2; ++layer)
+        EXPECT_OK(append_only(cache, layer, ids_[s], keys(s, layer, 0, kPresent[s]), values(s, layer, 0, kPresent[s])));
     }
   }
 
@@ -80,7 +82,7 @@ class Step {
 
   KVCache<turboquant::TQ4>& cache_;
   std::array<SequenceId, kSequences> ids_;
-  std::array<std::array<std::size_t, 2>, kSequences> lengths_{{{700, 700}, {37, 37}, {0, 0}}};
+  std::array<std::array<std::size_t, 2>, kSequences> lengths_{{{2300, 2300}, {37, 37}, {0, 0}}};
   std::array<Block, kSequences> keys_, values_, queries_;
   std::array<Outcome, kSequences> outcomes_;
   std::array<BatchItem, kSequences> items_;
@@ -99,7 +101,8 @@ void expect_serial_results(const AttendStep& attend_step) {
       attend_step(other_cache, layer, other.items(layer, count), params);
       for (std::size_t s = 0; s < Step::kSequences; ++s) {
         EXPECT_TRUE(all_finite(serial.outcomes()[s].out));
-        EXPECT_TRUE(same_bits(serial.outcomes()[s], other.outcomes()[s])) << "sequence " << s << " layer " << layer << " count " << count;
+        EXPECT_TRUE(same_bits(serial.outcomes()[s], other.outcomes()[s]))
+            << "sequence " << s << " layer " << layer << " count " << count;
       }
     }
   for (std::size_t s = 0; s < Step::kSequences; ++s) {
@@ -115,38 +118,42 @@ void expect_serial_results(const AttendStep& attend_step) {
 TEST(Executor, AThreadPoolGivesTheSerialBits) {
   for (const std::size_t threads : {1U, 3U}) {
     ThreadPool pool(threads);
-    expect_serial_results([&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
-      ASSERT_OK(turboquant::attend(cache, layer, items, params, pool));
-    });
+    expect_serial_results(
+        [&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+          ASSERT_OK(turboquant::attend(cache, layer, items, params, pool));
+        });
     EXPECT_GT(pool.tasks_run(), 0U);
   }
 }
 
 TEST(Executor, MayRunTasksBackwards) {
-  expect_serial_results([](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
-    ASSERT_OK(turboquant::attend(cache, layer, items, params, [](std::size_t tasks, auto&& body) {
-      while (tasks-- > 0) body(tasks);
-    }));
-  });
+  expect_serial_results(
+      [](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+        ASSERT_OK(turboquant::attend(cache, layer, items, params, [](std::size_t tasks, auto&& body) {
+          while (tasks-- > 0) body(tasks);
+        }));
+      });
 }
 
 TEST(Plan, AnSpmdLoopGivesTheSerialBits) {
   for (const std::size_t threads : {1U, 2U, 4U}) {
-    expect_serial_results([&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
-      AttentionPlan plan;
-      ASSERT_OK(turboquant::plan(cache, layer, items, params, plan));
-      EXPECT_GT(plan.phases(), 0U);
-      EXPECT_TRUE(run_plan(plan, threads));
-    });
+    expect_serial_results(
+        [&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+          AttentionPlan plan;
+          ASSERT_OK(turboquant::plan(cache, layer, items, params, plan));
+          EXPECT_GT(plan.phases(), 0U);
+          EXPECT_TRUE(run_plan(plan, threads));
+        });
   }
 }
 
 TEST(Plan, ReusedForTheNextStep) {
   AttentionPlan plan;
-  expect_serial_results([&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
-    ASSERT_OK(turboquant::plan(cache, layer, items, params, plan));
-    EXPECT_TRUE(run_plan(plan, 2));
-  });
+  expect_serial_results(
+      [&](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+        ASSERT_OK(turboquant::plan(cache, layer, items, params, plan));
+        EXPECT_TRUE(run_plan(plan, 2));
+      });
 }
 
 TEST(Plan, ChangesNoLengthBeforeItsLastTask) {
@@ -162,15 +169,15 @@ TEST(Plan, ChangesNoLengthBeforeItsLastTask) {
   for (std::size_t phase = 0; phase < plan.phases(); ++phase)
     for (std::size_t task = 0; task < plan.tasks(phase); ++task) {
       Block keys, values;  // the layer's own length shows in what can be read
-      EXPECT_FALSE(read_rows(cache, step.id(0), 0, 700, 701, keys, values) == Status::ok);
+      EXPECT_FALSE(read_rows(cache, step.id(0), 0, 2300, 2301, keys, values) == Status::ok);
       plan.run(phase, task, workspace.get());
       --left;
     }
   EXPECT_EQ(left, 0U);
   Block keys, values;
-  EXPECT_OK(read_rows(cache, step.id(0), 0, 700, 701, keys, values));
+  EXPECT_OK(read_rows(cache, step.id(0), 0, 2300, 2301, keys, values));
   items_of_layer_1();
-  EXPECT_EQ(cache.length(step.id(0)), 720U);
+  EXPECT_EQ(cache.length(step.id(0)), 2320U);
 }
 
 TEST(Plan, DroppedEarlierChangesNothing) {
@@ -184,20 +191,22 @@ TEST(Plan, DroppedEarlierChangesNothing) {
       if (run_some) {  // all but the last task, which would commit
         const Workspace workspace(plan.workspace_bytes());
         for (std::size_t phase = 0; phase < plan.phases(); ++phase)
-          for (std::size_t task = 0; task + (phase + 1 == plan.phases() ? 1 : 0) < plan.tasks(phase); ++task) plan.run(phase, task, workspace.get());
+          for (std::size_t task = 0; task + (phase + 1 == plan.phases() ? 1 : 0) < plan.tasks(phase); ++task)
+            plan.run(phase, task, workspace.get());
       }
       step.undo(0, 45);
     }
     const turboquant::MemoryUse after = cache.memory();
     EXPECT_EQ(after.page_bytes, before.page_bytes);
     EXPECT_EQ(after.tail_bytes, before.tail_bytes);
-    EXPECT_EQ(cache.length(step.id(0)), 700U);
+    EXPECT_EQ(cache.length(step.id(0)), 2300U);
     for (const std::size_t count : {1U, 30U}) {
       ASSERT_OK(turboquant::attend(cache, 0, step.items(0, count)));
       ASSERT_OK(turboquant::attend(other_cache, 0, other.items(0, count)));
-      for (std::size_t s = 0; s < Step::kSequences; ++s) EXPECT_TRUE(same_bits(step.outcomes()[s], other.outcomes()[s]));
+      for (std::size_t s = 0; s < Step::kSequences; ++s)
+        EXPECT_TRUE(same_bits(step.outcomes()[s], other.outcomes()[s]));
     }
-    ASSERT_OK(cache.truncate(step.id(0), 700));  // the sequence accepts calls again
+    ASSERT_OK(cache.truncate(step.id(0), 2300));  // the sequence accepts calls again
   }
 }
 

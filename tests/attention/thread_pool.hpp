@@ -14,8 +14,8 @@
 
 namespace tests {
 
-/// Threads that wait for work. As an executor, `pool(tasks, body)` runs body(i) for 0 <= i < tasks on all of them, in no
-/// fixed order, and returns when all are done.
+/// Threads that wait for work. As an executor, `pool(tasks, body)` runs body(i) for 0 <= i < tasks on all of them, in
+/// no fixed order, and returns when all are done.
 class ThreadPool {
  public:
   explicit ThreadPool(std::size_t threads) {
@@ -75,7 +75,8 @@ class ThreadPool {
 /// Memory for a plan, aligned to a cache line and filled with 0xff, so that nothing can rely on zeros.
 class Workspace {
  public:
-  explicit Workspace(std::size_t bytes) : bytes_(bytes + 1), memory_(static_cast<std::byte*>(::operator new(bytes_, std::align_val_t(64)))) {
+  explicit Workspace(std::size_t bytes)
+      : bytes_(bytes + 1), memory_(static_cast<std::byte*>(::operator new(bytes_, std::align_val_t(64)))) {
     for (std::size_t i = 0; i < bytes_; ++i) memory_[i] = std::byte{0xff};
   }
   Workspace(const Workspace&) = delete;
@@ -100,7 +101,8 @@ inline bool run_plan(const turboquant::AttentionPlan& plan, std::size_t threads)
   const auto loop = [&] {
     for (std::size_t phase = 0; phase < plan.phases(); ++phase) {
       const std::size_t tasks = plan.tasks(phase);
-      for (std::size_t i = next[phase].fetch_add(1); i < tasks; i = next[phase].fetch_add(1)) plan.run(phase, tasks - 1 - i, workspace.get());
+      for (std::size_t i = next[phase].fetch_add(1); i < tasks; i = next[phase].fetch_add(1))
+        plan.run(phase, tasks - 1 - i, workspace.get());
       barrier.arrive_and_wait();
     }
   };

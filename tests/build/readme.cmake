@@ -1,5 +1,5 @@
 # cmake -D ROOT=<repository> -P readme.cmake: the first C++ block of README.md is examples/quickstart.cpp, which stays
-# short, and the two commands name workflows that exist.
+# short, the two commands are there, and the files that the documents name exist.
 cmake_minimum_required(VERSION 3.25)
 
 file(READ ${ROOT}/README.md readme)
@@ -18,4 +18,13 @@ foreach(preset IN ITEMS demo test)
   if(at LESS 0)
     message(SEND_ERROR "README.md has no command that ends with: cmake --workflow --preset ${preset}")
   endif()
+endforeach()
+foreach(document IN ITEMS README.md CONTRIBUTING.md)
+  file(READ ${ROOT}/${document} text)
+  string(REGEX MATCHALL "(tests|docs|examples|cmake|include)/[a-z0-9_/.-]*[a-z0-9_/]" paths "${text}")
+  foreach(path IN LISTS paths)
+    if(NOT path MATCHES "^examples/turboquant_eval$" AND NOT EXISTS ${ROOT}/${path})
+      message(SEND_ERROR "${document} names ${path}, which does not exist")
+    endif()
+  endforeach()
 endforeach()

@@ -29,10 +29,16 @@ struct Block {
       : tokens(tokens_), heads(heads_), dim(dim_), numbers(tokens_ * heads_ * dim_, fill) {}
 
   float* row(std::size_t token, std::size_t head = 0) { return numbers.data() + (token * heads + head) * dim; }
-  const float* row(std::size_t token, std::size_t head = 0) const { return numbers.data() + (token * heads + head) * dim; }
+  const float* row(std::size_t token, std::size_t head = 0) const {
+    return numbers.data() + (token * heads + head) * dim;
+  }
 
-  turboquant::ConstRows rows() const { return tokens == 0 ? turboquant::ConstRows() : turboquant::ConstRows(numbers.data(), tokens, heads, dim); }
-  turboquant::Rows rows() { return tokens == 0 ? turboquant::Rows() : turboquant::Rows(numbers.data(), tokens, heads, dim); }
+  turboquant::ConstRows rows() const {
+    return tokens == 0 ? turboquant::ConstRows() : turboquant::ConstRows(numbers.data(), tokens, heads, dim);
+  }
+  turboquant::Rows rows() {
+    return tokens == 0 ? turboquant::Rows() : turboquant::Rows(numbers.data(), tokens, heads, dim);
+  }
 
   /// The tokens [begin, end).
   Block slice(std::size_t begin, std::size_t end) const {
@@ -49,7 +55,8 @@ struct Block {
   /// Rounded to bfloat16, as the cache keeps its rows.
   oracle::Tensor bfloat16_rounded() const {
     oracle::Tensor tensor(tokens, heads, dim);
-    for (std::size_t i = 0; i < numbers.size(); ++i) tensor.numbers[i] = oracle::round_bfloat16(static_cast<double>(numbers[i]));
+    for (std::size_t i = 0; i < numbers.size(); ++i)
+      tensor.numbers[i] = oracle::round_bfloat16(static_cast<double>(numbers[i]));
     return tensor;
   }
   oracle::Tensor exact() const {
@@ -60,8 +67,8 @@ struct Block {
 };
 
 /// N(0, scale^2). The row of token t depends on (seed, first_token + t) alone, so that a stream can be made in pieces.
-inline Block gaussian_block(std::uint64_t seed, std::size_t tokens, std::size_t heads, std::size_t dim, double scale = 1,
-                            std::size_t first_token = 0) {
+inline Block gaussian_block(std::uint64_t seed, std::size_t tokens, std::size_t heads, std::size_t dim,
+                            double scale = 1, std::size_t first_token = 0) {
   Block block(tokens, heads, dim);
   for (std::size_t t = 0; t < tokens; ++t)
     for (std::size_t i = 0; i < heads * dim; ++i)
@@ -84,11 +91,13 @@ struct CallOptions {
 
 /// One attend for one sequence. `keys`, `values` or `queries` may have no tokens. Outputs start as NaN.
 template <class Cache>
-Outcome attend_one(Cache& cache, std::size_t layer, turboquant::SequenceId id, const Block& keys, const Block& values, const Block& queries,
-                   const CallOptions& options = {}) {
+Outcome attend_one(Cache& cache, std::size_t layer, turboquant::SequenceId id, const Block& keys, const Block& values,
+                   const Block& queries, const CallOptions& options = {}) {
   const turboquant::LayerShape& shape = cache.config().layers[layer];
   const std::size_t value_dim = shape.value_dim != 0 ? shape.value_dim : shape.head_dim;
-  Outcome outcome{{}, Block(queries.tokens, queries.heads, value_dim, kNaN), std::vector<float>(queries.tokens * queries.heads, kNaN)};
+  Outcome outcome{{},
+                  Block(queries.tokens, queries.heads, value_dim, kNaN),
+                  std::vector<float>(queries.tokens * queries.heads, kNaN)};
   turboquant::BatchItem item;
   item.sequence = id;
   item.keys = keys.rows();
@@ -105,13 +114,15 @@ Outcome attend_one(Cache& cache, std::size_t layer, turboquant::SequenceId id, c
 
 /// Appends without queries.
 template <class Cache>
-turboquant::Status append_only(Cache& cache, std::size_t layer, turboquant::SequenceId id, const Block& keys, const Block& values) {
+turboquant::Status append_only(Cache& cache, std::size_t layer, turboquant::SequenceId id, const Block& keys,
+                               const Block& values) {
   return attend_one(cache, layer, id, keys, values, Block()).status;
 }
 
 /// Attends without appending.
 template <class Cache>
-Outcome attend_only(Cache& cache, std::size_t layer, turboquant::SequenceId id, const Block& queries, const CallOptions& options = {}) {
+Outcome attend_only(Cache& cache, std::size_t layer, turboquant::SequenceId id, const Block& queries,
+                    const CallOptions& options = {}) {
   return attend_one(cache, layer, id, Block(), Block(), queries, options);
 }
 
@@ -124,8 +135,8 @@ turboquant::SequenceId new_sequence(Cache& cache) {
 
 /// The decoded rows [begin, end) of keys and values.
 template <class Cache>
-turboquant::Status read_rows(const Cache& cache, turboquant::SequenceId id, std::size_t layer, std::size_t begin, std::size_t end, Block& keys,
-                             Block& values) {
+turboquant::Status read_rows(const Cache& cache, turboquant::SequenceId id, std::size_t layer, std::size_t begin,
+                             std::size_t end, Block& keys, Block& values) {
   const turboquant::LayerShape& shape = cache.config().layers[layer];
   keys = Block(end - begin, shape.kv_heads, shape.head_dim, kNaN);
   values = Block(end - begin, shape.kv_heads, shape.value_dim != 0 ? shape.value_dim : shape.head_dim, kNaN);
@@ -154,24 +165,24 @@ inline bool all_finite(const Block& block) {
 
 }  // namespace tests
 
-#define EXPECT_OK(...)                                                                                                        \
-  do {                                                                                                                        \
-    const turboquant::Status checked_status = (__VA_ARGS__);                                                                  \
-    EXPECT_TRUE(checked_status == turboquant::Status::ok) << turboquant::to_string(checked_status.code) << ' '                \
-                                                          << checked_status.field << " expected " << checked_status.expected \
-                                                          << " found " << checked_status.found;                              \
+#define EXPECT_OK(...)                                                                               \
+  do {                                                                                               \
+    const turboquant::Status checked_status = (__VA_ARGS__);                                         \
+    EXPECT_TRUE(checked_status == turboquant::Status::ok)                                            \
+        << turboquant::to_string(checked_status.code) << ' ' << checked_status.field << " expected " \
+        << checked_status.expected << " found " << checked_status.found;                             \
   } while (false)
-#define ASSERT_OK(...)                                                                                                        \
-  do {                                                                                                                        \
-    const turboquant::Status checked_status = (__VA_ARGS__);                                                                  \
-    ASSERT_TRUE(checked_status == turboquant::Status::ok) << turboquant::to_string(checked_status.code) << ' '                \
-                                                          << checked_status.field << " expected " << checked_status.expected \
-                                                          << " found " << checked_status.found;                              \
+#define ASSERT_OK(...)                                                                               \
+  do {                                                                                               \
+    const turboquant::Status checked_status = (__VA_ARGS__);                                         \
+    ASSERT_TRUE(checked_status == turboquant::Status::ok)                                            \
+        << turboquant::to_string(checked_status.code) << ' ' << checked_status.field << " expected " \
+        << checked_status.expected << " found " << checked_status.found;                             \
   } while (false)
-#define EXPECT_STATUS(wanted, ...)                                                                                 \
-  do {                                                                                                             \
-    const turboquant::Status checked_status = (__VA_ARGS__);                                                       \
-    EXPECT_TRUE(checked_status == turboquant::Status::wanted) << turboquant::to_string(checked_status.code) << ' ' \
-                                                              << checked_status.field;                             \
-    EXPECT_STRNE(checked_status.field, "");                                                                        \
+#define EXPECT_STATUS(wanted, ...)                                                    \
+  do {                                                                                \
+    const turboquant::Status checked_status = (__VA_ARGS__);                          \
+    EXPECT_TRUE(checked_status == turboquant::Status::wanted)                         \
+        << turboquant::to_string(checked_status.code) << ' ' << checked_status.field; \
+    EXPECT_STRNE(checked_status.field, "");                                           \
   } while (false)

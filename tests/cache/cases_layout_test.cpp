@@ -1,5 +1,6 @@
-// Layout faults from public bug reports, L01 to L20. What belongs to the fragment layout, the transform or one kernel alone
-// is tested there too; here the same faults are looked for through the cache. L03 needs saved files and comes with them.
+// Layout faults from public bug reports, L01 to L20. What belongs to the fragment layout, the transform or one kernel
+// alone is tested there too; here the same faults are looked for through the cache. L03 needs saved files and comes
+// with them.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -37,7 +38,9 @@ using turboquant::TQ3;
 using turboquant::TQ4;
 using turboquant::TQ8;
 
-double six_sigma(unsigned bits, std::size_t dim) { return 6 * std::sqrt(distortion_bound(bits) / static_cast<double>(dim)); }
+double six_sigma(unsigned bits, std::size_t dim) {
+  return 6 * std::sqrt(distortion_bound(bits) / static_cast<double>(dim));
+}
 
 template <class Body>
 void for_each_width(const Body& body) {
@@ -62,8 +65,10 @@ TEST(LayoutCases, L01_EnergyInTheLastCoordinates) {
         for (std::size_t t = 0; t < 64; ++t)
           EXPECT_LE(std::fabs(static_cast<double>(logits[q * 64 + t]) - product_of(queries.row(q), keys.row(t), dim)),
                     (six_sigma(bits, dim) + 0.005) * norm_of(queries.row(q), dim) * norm_of(keys.row(t), dim));
-      // No padding to a power of two: the bits are those of the width, one bf16 scale per row and the layout's 64 bytes.
-      EXPECT_LE(rows.cache.memory().bits_per_coordinate, bits + 16.0 / static_cast<double>(dim) + 64.0 * 8 / (16.0 * static_cast<double>(dim)));
+      // No padding to a power of two: the bits are those of the width, one bf16 scale per row and the layout's 64
+      // bytes.
+      EXPECT_LE(rows.cache.memory().bits_per_coordinate,
+                bits + 16.0 / static_cast<double>(dim) + 64.0 * 8 / (16.0 * static_cast<double>(dim)));
     });
 }
 
@@ -74,8 +79,8 @@ TEST(LayoutCases, L02_L11_UnitVectorsStayOrthonormal) {
     for (std::size_t i = 0; i < dim; ++i) units.row(i)[i] = 1;
     const CodedRows<TQ8> rows(coded_config(1, dim, 0, 0), units, units);
     const std::vector<float> logits = rows.logits(units);
-    // All rotated coordinates of a unit vector that has only ones in its row of H are of one size; other sizes mix: 8-bit
-    // codes are good to 2^-8 of the largest coordinate.
+    // All rotated coordinates of a unit vector that has only ones in its row of H are of one size; other sizes mix:
+    // 8-bit codes are good to 2^-8 of the largest coordinate.
     for (std::size_t i = 0; i < dim; ++i)
       for (std::size_t j = 0; j < dim; ++j) {
         ASSERT_NEAR(logits[i * dim + j], i == j ? 1.0F : 0.0F, 0.02F) << dim << ' ' << i << ' ' << j;
@@ -85,7 +90,8 @@ TEST(LayoutCases, L02_L11_UnitVectorsStayOrthonormal) {
 }
 
 /// Values of head h are h + 1 in every coordinate; raw rows, so that outputs are exact.
-void expect_heads(std::size_t kv_heads, std::size_t query_heads, std::size_t head_dim, std::size_t value_dim, bool coded) {
+void expect_heads(std::size_t kv_heads, std::size_t query_heads, std::size_t head_dim, std::size_t value_dim,
+                  bool coded) {
   SCOPED_TRACE(testing::Message() << query_heads << " over " << kv_heads << (coded ? " coded" : " raw"));
   CacheConfig config = coded_config(kv_heads, head_dim, value_dim);
   if (!coded) config.recent_tokens = 100;
@@ -110,7 +116,8 @@ void expect_heads(std::size_t kv_heads, std::size_t query_heads, std::size_t hea
   for (std::size_t h = 0; h < query_heads; ++h) {
     const float wanted = static_cast<float>(h / (query_heads / kv_heads) + 1);
     // Coded: what codes in a centred page of equal rows cost per coordinate.
-    for (std::size_t i = 0; i < value_dim; ++i) ASSERT_NEAR(out[h * value_dim + i], wanted, coded ? 0.02F * wanted : 1e-6F * wanted) << h << ' ' << i;
+    for (std::size_t i = 0; i < value_dim; ++i)
+      ASSERT_NEAR(out[h * value_dim + i], wanted, coded ? 0.02F * wanted : 1e-6F * wanted) << h << ' ' << i;
   }
   for (std::size_t i = query_heads * value_dim; i < out.size(); ++i) ASSERT_EQ(out[i], 7.0F);
 }
@@ -150,7 +157,8 @@ void check_pair(unsigned key_bits, double value_bound) {
   codes.value_distortion = value_bound;
   Mirror mirror(config, 0, codes);
   for (const std::size_t n : {40U, 30U}) {
-    const Block keys = gaussian_block(1, n, 2, 64, 1, mirror.length()), values = gaussian_block(2, n, 2, 96, 1, mirror.length()),
+    const Block keys = gaussian_block(1, n, 2, 64, 1, mirror.length()),
+                values = gaussian_block(2, n, 2, 96, 1, mirror.length()),
                 queries = gaussian_block(3, n, 4, 64, 1, mirror.length());
     const std::size_t first = mirror.length();
     const Outcome outcome = attend_one(cache, 0, id, keys, values, queries);
@@ -159,8 +167,8 @@ void check_pair(unsigned key_bits, double value_bound) {
     mirror.check(queries, outcome, {}, {.position = first});
   }
 }
-// A min-max grid over d = 96 normal coordinates spans about 5 sigma in 2^B - 1 steps: (5 / (2^B - 1))^2 / 12, half more for
-// rows with a longer range.
+// A min-max grid over d = 96 normal coordinates spans about 5 sigma in 2^B - 1 steps: (5 / (2^B - 1))^2 / 12, half more
+// for rows with a longer range.
 constexpr double scalar_bound(unsigned bits) {
   const double steps = static_cast<double>((1U << bits) - 1);
   return 1.5 * 25 / (steps * steps * 12) + 1e-4;
@@ -193,22 +201,27 @@ TEST(LayoutCases, L06_EveryTokenCountsOnce) {
       for (std::size_t i = 0; i < values.numbers.size(); ++i) values.numbers[i] = static_cast<float>(i / 64 + 1);
       CodedRows<F> rows(coded_config(1, 64), Block(n, 1, 64), values);
       const Outcome outcome = rows.attend(gaussian_block(1, 1, 1, 64));
-      // Uniform weights: the mean of the decoded rows, and near the true mean. A lost or doubled token moves it by 1 / 2.
+      // Uniform weights: the mean of the decoded rows, and near the true mean. A lost or doubled token moves it by 1
+      // / 2.
       std::vector<double> mean(64, 0.0);
       for (std::size_t t = 0; t < n; ++t)
-        for (std::size_t i = 0; i < 64; ++i) mean[i] += static_cast<double>(rows.decoded_values.row(t)[i]) / static_cast<double>(n);
+        for (std::size_t i = 0; i < 64; ++i)
+          mean[i] += static_cast<double>(rows.decoded_values.row(t)[i]) / static_cast<double>(n);
       double total = 0;
       for (std::size_t i = 0; i < 64; ++i) {
         ASSERT_NEAR(static_cast<double>(outcome.out.row(0)[i]), mean[i], 2e-3) << n << " bits " << bits;
         total += static_cast<double>(outcome.out.row(0)[i]) / 64;
       }
-      ASSERT_NEAR(total, static_cast<double>(n + 1) / 2, bits == 2 ? 0.25 * static_cast<double>(n) / 4 : 0.3) << n << " bits " << bits;
+      ASSERT_NEAR(total, static_cast<double>(n + 1) / 2, bits == 2 ? 0.25 * static_cast<double>(n) / 4 : 0.3)
+          << n << " bits " << bits;
     }
-    const Block keys = gaussian_block(1, 64, 1, 64), values = gaussian_block(2, 64, 1, 64), queries = gaussian_block(3, 16, 1, 64);
+    const Block keys = gaussian_block(1, 64, 1, 64), values = gaussian_block(2, 64, 1, 64),
+                queries = gaussian_block(3, 16, 1, 64);
     CodedRows<F> rows(coded_config(1, 64), keys, values);
     oracle::Options options;
     options.causal = false;
-    const Tensor truth = oracle::attend(keys.bfloat16_rounded(), values.bfloat16_rounded(), queries.exact(), 0, options);
+    const Tensor truth =
+        oracle::attend(keys.bfloat16_rounded(), values.bfloat16_rounded(), queries.exact(), 0, options);
     const Tensor found = rows.attend(queries).out.exact();
     errors[width++] = oracle::distance(found.numbers.data(), truth.numbers.data(), truth.numbers.size());
   });
@@ -226,17 +239,23 @@ TEST(LayoutCases, L07_ARowDecodesAlikeInEverySlot) {
       const Block rows = gaussian_block(1, 40, 3, dim);
       const CodedRows<F> plain(config, rows, rows);
       Block shuffled = rows;
-      const auto place = [](std::size_t t, std::size_t h) { return std::pair<std::size_t, std::size_t>{(t * 7 + 11 * h) % 40, (h + 1) % 3}; };
+      const auto place = [](std::size_t t, std::size_t h) {
+        return std::pair<std::size_t, std::size_t>{(t * 7 + 11 * h) % 40, (h + 1) % 3};
+      };
       for (std::size_t t = 0; t < 40; ++t)
-        for (std::size_t h = 0; h < 3; ++h) std::memcpy(shuffled.row(place(t, h).first, place(t, h).second), rows.row(t, h), dim * sizeof(float));
+        for (std::size_t h = 0; h < 3; ++h)
+          std::memcpy(shuffled.row(place(t, h).first, place(t, h).second), rows.row(t, h), dim * sizeof(float));
       const CodedRows<F> moved(config, shuffled, shuffled);
       const Block query = gaussian_block(2, 1, 3, dim);
       for (std::size_t t = 0; t < 40; ++t)
         for (std::size_t h = 0; h < 3; ++h) {
           const auto [to, to_head] = place(t, h);
-          ASSERT_EQ(std::memcmp(plain.decoded_keys.row(t, h), moved.decoded_keys.row(to, to_head), dim * sizeof(float)), 0) << dim << ' ' << t;
+          ASSERT_EQ(std::memcmp(plain.decoded_keys.row(t, h), moved.decoded_keys.row(to, to_head), dim * sizeof(float)),
+                    0)
+              << dim << ' ' << t;
           // Values may be coded along tokens; then only the error is the same.
-          ASSERT_NEAR(distance_of(plain.decoded_values.row(t, h), rows.row(t, h), dim), distance_of(moved.decoded_values.row(to, to_head), rows.row(t, h), dim),
+          ASSERT_NEAR(distance_of(plain.decoded_values.row(t, h), rows.row(t, h), dim),
+                      distance_of(moved.decoded_values.row(to, to_head), rows.row(t, h), dim),
                       0.3 * norm_of(rows.row(t, h), dim));
         }
     });
@@ -246,17 +265,21 @@ TEST(LayoutCases, L08_ScalesOfManyPagesAndHeads) {
   CacheConfig config = coded_config(3, 80, 0, 0, 16);
   KVCache<TQ4> cache(config);
   const SequenceId id = new_sequence(cache), gap = new_sequence(cache);
-  const auto norm_at = [](std::size_t t, std::size_t h) { return 100.0 * static_cast<double>(t / 16 + 1) + 10.0 * static_cast<double>(t % 16) + static_cast<double>(h + 1); };
+  const auto norm_at = [](std::size_t t, std::size_t h) {
+    return 100.0 * static_cast<double>(t / 16 + 1) + 10.0 * static_cast<double>(t % 16) + static_cast<double>(h + 1);
+  };
   Block rows = gaussian_block(1, 80, 3, 80);
   for (std::size_t t = 0; t < 80; ++t)
     for (std::size_t h = 0; h < 3; ++h) {
       const double factor = norm_at(t, h) / norm_of(rows.row(t, h), 80);
-      for (std::size_t i = 0; i < 80; ++i) rows.row(t, h)[i] = static_cast<float>(factor * static_cast<double>(rows.row(t, h)[i]));
+      for (std::size_t i = 0; i < 80; ++i)
+        rows.row(t, h)[i] = static_cast<float>(factor * static_cast<double>(rows.row(t, h)[i]));
     }
   // Pages of another sequence lie between; then they go and others take their places.
   for (std::size_t page = 0; page < 5; ++page) {
     if (page == 3) cache.release(gap);
-    if (page < 3) ASSERT_OK(append_only(cache, 0, gap, gaussian_block(9, 16, 3, 80, 1e3), gaussian_block(9, 16, 3, 80, 1e3)));
+    if (page < 3)
+      ASSERT_OK(append_only(cache, 0, gap, gaussian_block(9, 16, 3, 80, 1e3), gaussian_block(9, 16, 3, 80, 1e3)));
     ASSERT_OK(append_only(cache, 0, id, rows.slice(16 * page, 16 * page + 16), rows.slice(16 * page, 16 * page + 16)));
   }
   Block keys, values;
@@ -265,7 +288,8 @@ TEST(LayoutCases, L08_ScalesOfManyPagesAndHeads) {
   for (std::size_t t = 0; t < 80; ++t)
     for (std::size_t h = 0; h < 3; ++h)
       for (const Block* decoded : {&keys, &values}) {
-        EXPECT_LE(distance_of(decoded->row(t, h), rows.row(t, h), 80), std::sqrt(2 * distortion_bound(4)) * norm_at(t, h));
+        EXPECT_LE(distance_of(decoded->row(t, h), rows.row(t, h), 80),
+                  std::sqrt(2 * distortion_bound(4)) * norm_at(t, h));
         EXPECT_NEAR(norm_of(decoded->row(t, h), 80) / norm_at(t, h), 1, 0.03);
       }
 }
@@ -277,7 +301,8 @@ TEST(LayoutCases, L09_MoreSequencesDisturbNoOlderOnes) {
   for (std::size_t s = 0; s < 40; ++s) {
     ids.push_back(new_sequence(cache));
     const double scale = std::pow(10.0, static_cast<double>(s % 3));
-    ASSERT_OK(append_only(cache, 0, ids[s], gaussian_block(s, 20, 2, 64, scale), gaussian_block(100 + s, 20, 2, 64, scale)));
+    ASSERT_OK(
+        append_only(cache, 0, ids[s], gaussian_block(s, 20, 2, 64, scale), gaussian_block(100 + s, 20, 2, 64, scale)));
     before.emplace_back();
     ASSERT_OK(read_rows(cache, ids[s], 0, 0, 20, before[s].first, before[s].second));
     for (std::size_t old = 0; old < s; ++old) {
@@ -306,10 +331,13 @@ TEST(LayoutCases, L10_EveryCoordinateOfWideHeads) {
       item.out = outcome.out.rows();
       ASSERT_OK(turboquant::attend(rows.cache, 0, std::span<const BatchItem>(&item, 1)));
       // The grid's step is 2^-7 of the largest rotated coordinate, about 5 of their root mean square dim / sqrt(3).
-      for (std::size_t i = 0; i < dim; ++i) ASSERT_NEAR(outcome.out.row(0)[i], static_cast<float>(i), 6 * 5 * static_cast<float>(dim) / 127 / 3.46F / 1.7F) << i;
+      for (std::size_t i = 0; i < dim; ++i)
+        ASSERT_NEAR(outcome.out.row(0)[i], static_cast<float>(i), 6 * 5 * static_cast<float>(dim) / 127 / 3.46F / 1.7F)
+            << i;
       outcomes.push_back(outcome);
       const std::vector<float> logits = rows.logits(query);
-      for (std::size_t i = 0; i < dim; ++i) ASSERT_NEAR(logits[i], query.row(0)[i], 0.02 * norm_of(query.row(0), dim) / 5) << i;
+      for (std::size_t i = 0; i < dim; ++i)
+        ASSERT_NEAR(logits[i], query.row(0)[i], 0.02 * norm_of(query.row(0), dim) / 5) << i;
     }
     EXPECT_TRUE(same_bits(outcomes[0], outcomes[1]));
   }
@@ -323,12 +351,14 @@ TEST(LayoutCases, L12_AnotherRotationBeforehandChangesLittle) {
   const auto reflect = [&](Block block) {
     for (std::size_t t = 0; t < block.tokens; ++t) {
       const double along = 2 * product_of(block.row(t), axis.row(0), kDim) / squared;
-      for (std::size_t i = 0; i < kDim; ++i) block.row(t)[i] -= static_cast<float>(along * static_cast<double>(axis.row(0)[i]));
+      for (std::size_t i = 0; i < kDim; ++i)
+        block.row(t)[i] -= static_cast<float>(along * static_cast<double>(axis.row(0)[i]));
     }
     return block;
   };
   const Block keys = gaussian_block(1, 128, 1, kDim), queries = gaussian_block(2, 8, 1, kDim);
-  const CodedRows<TQ4> plain(coded_config(1, kDim, 0, 0), keys, keys), turned(coded_config(1, kDim, 0, 0), reflect(keys), keys);
+  const CodedRows<TQ4> plain(coded_config(1, kDim, 0, 0), keys, keys),
+      turned(coded_config(1, kDim, 0, 0), reflect(keys), keys);
   const std::vector<float> plain_logits = plain.logits(queries), turned_logits = turned.logits(reflect(queries));
   for (std::size_t q = 0; q < 8; ++q)
     for (std::size_t t = 0; t < 128; ++t) {
@@ -349,7 +379,8 @@ TEST(LayoutCases, L15_KeysAndValuesOfDifferentWidth) {
     KVCache<TQ4> cache(config);
     const SequenceId id = new_sequence(cache);
     Mirror mirror(config, 0, codes_of(4));
-    const Block keys = gaussian_block(1, 60, 2, dims.key), values = gaussian_block(2, 60, 2, dims.value), queries = gaussian_block(3, 60, 4, dims.key);
+    const Block keys = gaussian_block(1, 60, 2, dims.key), values = gaussian_block(2, 60, 2, dims.value),
+                queries = gaussian_block(3, 60, 4, dims.key);
     const Outcome outcome = attend_one(cache, 0, id, keys, values, queries);
     mirror.append(keys, values);
     mirror.learn(cache, id);
@@ -367,7 +398,8 @@ TEST(LayoutCases, L16_OffsetsBeyond32Bits) {
   const Block keys = gaussian_block(1, kTokens, 1, kDim), values = gaussian_block(2, kTokens, 1, kDim);
   auto* far = static_cast<std::uint16_t*>(memory);
   for (std::size_t t = 0; t < kTokens; ++t)
-    for (std::size_t i = 0; i < kDim; ++i) far[t * kStride + i] = oracle::bfloat16_bits(static_cast<double>(keys.row(t)[i]));
+    for (std::size_t i = 0; i < kDim; ++i)
+      far[t * kStride + i] = oracle::bfloat16_bits(static_cast<double>(keys.row(t)[i]));
   KVCache<TQ4> cache(CacheConfig{.layers = {LayerShape{.kv_heads = 1, .head_dim = kDim}}});
   const SequenceId far_id = new_sequence(cache), near_id = new_sequence(cache);
   BatchItem item;
@@ -414,7 +446,8 @@ TEST(LayoutCases, L16_TheMillionthPositionIsFound) {
 }
 
 TEST(LayoutCases, L17_OddAddresses) {
-  const Block keys = gaussian_block(1, 20, 2, 80), values = gaussian_block(2, 20, 2, 80), queries = gaussian_block(3, 20, 4, 80);
+  const Block keys = gaussian_block(1, 20, 2, 80), values = gaussian_block(2, 20, 2, 80),
+              queries = gaussian_block(3, 20, 4, 80);
   for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
     const std::size_t size = turboquant::size_of(type);
     std::vector<std::vector<unsigned char>> results;
@@ -422,8 +455,10 @@ TEST(LayoutCases, L17_OddAddresses) {
       const auto packed = [&](const Block& block) {
         std::vector<unsigned char> bytes(block.numbers.size() * size + 64);
         for (std::size_t i = 0; i < block.numbers.size(); ++i) {
-          const std::uint16_t small = type == DType::f16 ? oracle::half_bits(static_cast<double>(block.numbers[i])) : oracle::bfloat16_bits(static_cast<double>(block.numbers[i]));
-          std::memcpy(bytes.data() + shift + i * size, type == DType::f32 ? static_cast<const void*>(&block.numbers[i]) : &small, size);
+          const std::uint16_t small = type == DType::f16 ? oracle::half_bits(static_cast<double>(block.numbers[i]))
+                                                         : oracle::bfloat16_bits(static_cast<double>(block.numbers[i]));
+          std::memcpy(bytes.data() + shift + i * size,
+                      type == DType::f32 ? static_cast<const void*>(&block.numbers[i]) : &small, size);
         }
         return bytes;
       };
@@ -439,7 +474,8 @@ TEST(LayoutCases, L17_OddAddresses) {
       ASSERT_OK(turboquant::attend(cache, 0, std::span<const BatchItem>(&item, 1)));
       for (std::size_t i = 0; i < shift; ++i) EXPECT_EQ(out[i], 0xcc);
       for (std::size_t i = shift + queries.numbers.size() * size; i < out.size(); ++i) EXPECT_EQ(out[i], 0xcc);
-      results.emplace_back(out.begin() + static_cast<std::ptrdiff_t>(shift), out.begin() + static_cast<std::ptrdiff_t>(shift + queries.numbers.size() * size));
+      results.emplace_back(out.begin() + static_cast<std::ptrdiff_t>(shift),
+                           out.begin() + static_cast<std::ptrdiff_t>(shift + queries.numbers.size() * size));
       EXPECT_EQ(results.front(), results.back()) << "shift " << shift;
     }
   }
@@ -449,7 +485,8 @@ TEST(LayoutCases, L17_OddAddresses) {
 /// Floats that end, or begin, at memory that may not be touched.
 class Fenced {
  public:
-  Fenced(std::size_t floats, bool at_the_end) : bytes_(floats * sizeof(float)), page_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))) {
+  Fenced(std::size_t floats, bool at_the_end)
+      : bytes_(floats * sizeof(float)), page_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))) {
     inner_ = (bytes_ + page_ - 1) / page_ * page_;
     memory_ = static_cast<std::byte*>(mmap(nullptr, inner_ + 2 * page_, PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0));
     EXPECT_TRUE(inner_ == 0 || mprotect(memory_ + page_, inner_, PROT_READ | PROT_WRITE) == 0);
@@ -474,9 +511,11 @@ TEST(LayoutCases, L18_NothingBeyondTheBuffersIsTouched) {
   for (const std::size_t dim : {32U, 48U, 80U, 96U, 112U, 144U})
     for (const bool at_the_end : {true, false})
       for (const std::size_t tokens : {0U, 1U, 17U, 33U}) {
-        const Block keys = gaussian_block(1, tokens, 1, dim), values = gaussian_block(2, tokens, 1, dim), queries = gaussian_block(3, tokens, 3, dim);
-        Fenced k(keys.numbers.size(), at_the_end), v(values.numbers.size(), at_the_end), q(queries.numbers.size(), at_the_end), out(queries.numbers.size(), at_the_end),
-            lse(tokens * 3, at_the_end), logits(tokens * 3 * tokens, at_the_end);
+        const Block keys = gaussian_block(1, tokens, 1, dim), values = gaussian_block(2, tokens, 1, dim),
+                    queries = gaussian_block(3, tokens, 3, dim);
+        Fenced k(keys.numbers.size(), at_the_end), v(values.numbers.size(), at_the_end),
+            q(queries.numbers.size(), at_the_end), out(queries.numbers.size(), at_the_end), lse(tokens * 3, at_the_end),
+            logits(tokens * 3 * tokens, at_the_end);
         CacheConfig config = coded_config(1, dim);
         config.recent_tokens = 5;
         KVCache<TQ4> cache(config);
@@ -489,11 +528,13 @@ TEST(LayoutCases, L18_NothingBeyondTheBuffersIsTouched) {
         item.lse = lse.data();
         ASSERT_OK(turboquant::attend(cache, 0, std::span<const BatchItem>(&item, 1)));
         ASSERT_OK(turboquant::logits(cache, item.sequence, 0, item.queries, logits.data()));
-        ASSERT_OK(cache.read(item.sequence, 0, 0, turboquant::Rows(k.data(), tokens, 1, dim), turboquant::Rows(v.data(), tokens, 1, dim)));
+        ASSERT_OK(cache.read(item.sequence, 0, 0, turboquant::Rows(k.data(), tokens, 1, dim),
+                             turboquant::Rows(v.data(), tokens, 1, dim)));
         KVCache<TQ4> plain_cache(config);
         const Outcome plain = attend_one(plain_cache, 0, new_sequence(plain_cache), keys, values, queries);
         ASSERT_OK(plain.status);
-        EXPECT_TRUE(tokens == 0 || std::memcmp(out.data(), plain.out.numbers.data(), plain.out.numbers.size() * sizeof(float)) == 0);
+        EXPECT_TRUE(tokens == 0 ||
+                    std::memcmp(out.data(), plain.out.numbers.data(), plain.out.numbers.size() * sizeof(float)) == 0);
       }
 }
 #endif
@@ -505,19 +546,22 @@ TEST(LayoutCases, L19_ScalesOfEveryTile) {
       const Block row = gaussian_block(1, 1, 1, 64);
       Block keys(256, 1, 64), values(256, 1, 64);
       for (std::size_t t = 0; t < 256; ++t)
-        for (std::size_t i = 0; i < 64; ++i) keys.row(t)[i] = values.row(t)[i] = std::ldexp(row.row(0)[i], static_cast<int>(t % 14));
+        for (std::size_t i = 0; i < 64; ++i)
+          keys.row(t)[i] = values.row(t)[i] = std::ldexp(row.row(0)[i], static_cast<int>(t % 14));
       const CodedRows<F> rows(coded_config(1, 64, 0, 0, page), keys, values);
       const std::vector<float> logits = rows.logits(gaussian_block(2, 1, 1, 64));
       for (std::size_t t = 0; t < 256; ++t) {
         // One direction, powers of two: the same codes and scales that are exact multiples.
         ASSERT_EQ(logits[t], std::ldexp(logits[0], static_cast<int>(t % 14))) << t << " page " << page;
-        for (std::size_t i = 0; i < 64; ++i) ASSERT_EQ(rows.decoded_keys.row(t)[i], std::ldexp(rows.decoded_keys.row(0)[i], static_cast<int>(t % 14)));
+        for (std::size_t i = 0; i < 64; ++i)
+          ASSERT_EQ(rows.decoded_keys.row(t)[i], std::ldexp(rows.decoded_keys.row(0)[i], static_cast<int>(t % 14)));
       }
     });
 }
 
 TEST(LayoutCases, L20_OutputsAtAnyAddress) {
-  const Block keys = gaussian_block(1, 40, 2, 48), values = gaussian_block(2, 40, 2, 48), queries = gaussian_block(3, 2, 4, 48);
+  const Block keys = gaussian_block(1, 40, 2, 48), values = gaussian_block(2, 40, 2, 48),
+              queries = gaussian_block(3, 2, 4, 48);
   std::vector<float> reference;
   for (std::size_t shift = 0; shift < 16; ++shift) {
     KVCache<TQ4> cache(coded_config(2, 48));

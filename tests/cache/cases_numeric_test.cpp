@@ -1,5 +1,6 @@
-// Numeric faults from public bug reports, N01 to N27. Where a report names side data, files or instruction sets that this
-// library does not have, the test takes the nearest thing that it has. N13 and N15 concern the one-bit sketch: codec/qjl.
+// Numeric faults from public bug reports, N01 to N27. Where a report names side data, files or instruction sets that
+// this library does not have, the test takes the nearest thing that it has. N13 and N15 concern the one-bit sketch:
+// codec/qjl.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -37,7 +38,9 @@ using turboquant::TQ8;
 using TQ4Scalar = Format<PolarQuant<4>, ScalarQuant<4>>;
 
 // Inner product with a random direction: six of sigma = sqrt(D / d), D with the unbiased scale D / (1 - D).
-double six_sigma(unsigned bits, std::size_t dim) { return 6 * std::sqrt(distortion_bound(bits) / static_cast<double>(dim)); }
+double six_sigma(unsigned bits, std::size_t dim) {
+  return 6 * std::sqrt(distortion_bound(bits) / static_cast<double>(dim));
+}
 
 /// Calls body(std::type_identity<F>, bits) for formats of every kind.
 template <class Body>
@@ -83,21 +86,25 @@ TEST(NumericCases, N02_TinyVectors) {
     for (const float m : {1.4e-45F, 1e-40F, 1e-38F, 1e-30F, 1e-24F, 1e-20F, 1e-8F, 6e-8F, 1e-7F})
       for (const std::uint8_t center_bits : {std::uint8_t{0}, std::uint8_t{8}}) {
         std::vector<float> row(128);
-        for (std::size_t i = 0; i < 128; ++i) row[i] = m * (i % 2 == 0 ? 1.0F : -1.0F) * (1 + static_cast<float>(i) / 128);
+        for (std::size_t i = 0; i < 128; ++i)
+          row[i] = m * (i % 2 == 0 ? 1.0F : -1.0F) * (1 + static_cast<float>(i) / 128);
         const Block block = repeated(row, 16);
         CodedRows<F> rows(coded_config(1, 128, 0, center_bits), block, block);
         const Block query(1, 1, 128, 1.0F);
         const oracle::Tensor truth = block.bfloat16_rounded();
         const double size = oracle::norm(truth.row(0, 0), 128);
         // Scales are bfloat16. Below 2^-126 * 127 a scale loses bits and then vanishes: there only "no larger than the
-        // vector" is asked. A single row scatters around the codec's mean error: twice the bound; half as much again for
-        // the min-max grid.
+        // vector" is asked. A single row scatters around the codec's mean error: twice the bound; half as much again
+        // for the min-max grid.
         const double allowed = size < 1e-35 ? size * 1.1 : size * std::sqrt(3 * distortion_bound(bits));
         for (const Block* decoded : {&rows.decoded_keys, &rows.decoded_values}) {
           ASSERT_TRUE(all_finite(*decoded));
-          for (std::size_t t = 0; t < 16; ++t) ASSERT_LE(oracle::distance(decoded->exact().row(t, 0), truth.row(t, 0), 128), allowed) << m << " bits " << bits;
+          for (std::size_t t = 0; t < 16; ++t)
+            ASSERT_LE(oracle::distance(decoded->exact().row(t, 0), truth.row(t, 0), 128), allowed)
+                << m << " bits " << bits;
         }
-        for (const float x : rows.logits(query)) ASSERT_LE(std::fabs(static_cast<double>(x)), std::sqrt(128.0) * (size + allowed));
+        for (const float x : rows.logits(query))
+          ASSERT_LE(std::fabs(static_cast<double>(x)), std::sqrt(128.0) * (size + allowed));
         ASSERT_TRUE(all_finite(rows.attend(query).out));
       }
   });
@@ -114,12 +121,17 @@ TEST(NumericCases, N03_ConstantVectors) {
         CodedRows<F> rows(coded_config(1, 128, 0, center_bits), block, block);
         // Rotated, constants are not constant: the codec's bound, tripled for a single row. With a centre nearly all of
         // a page of equal rows is in the centre, whose own rounding is 0.0114 of it.
-        const double relative = std::sqrt(3 * distortion_bound(bits)) * (center_bits == 0 ? 1 : center_bits == 8 ? 0.0114 : 1e-3) + 1e-5;
+        const double relative = std::sqrt(3 * distortion_bound(bits)) * (center_bits == 0   ? 1
+                                                                         : center_bits == 8 ? 0.0114
+                                                                                            : 1e-3) +
+                                1e-5;
         const oracle::Tensor truth = block.bfloat16_rounded();
         const double size = oracle::norm(truth.row(0, 0), 128);
         for (std::size_t t = 0; t < 16; ++t) {
-          EXPECT_LE(oracle::distance(rows.decoded_values.exact().row(t, 0), truth.row(t, 0), 128), relative * size) << bits << " center " << int{center_bits};
-          EXPECT_LE(oracle::distance(rows.decoded_keys.exact().row(t, 0), truth.row(t, 0), 128), relative * size) << bits << " center " << int{center_bits};
+          EXPECT_LE(oracle::distance(rows.decoded_values.exact().row(t, 0), truth.row(t, 0), 128), relative * size)
+              << bits << " center " << int{center_bits};
+          EXPECT_LE(oracle::distance(rows.decoded_keys.exact().row(t, 0), truth.row(t, 0), 128), relative * size)
+              << bits << " center " << int{center_bits};
         }
         const Outcome outcome = rows.attend(Block(1, 1, 128, 0.5F), 1e-6F);
         EXPECT_LE(oracle::distance(outcome.out.exact().row(0, 0), truth.row(0, 0), 128), (relative + 1e-4) * size);
@@ -142,7 +154,8 @@ TEST(NumericCases, N04_OutlierBeyondTheRangeOfHalf) {
       EXPECT_TRUE(all_finite(rows.decoded_values));
       EXPECT_LE(oracle::distance(rows.decoded_values.exact().row(0, 0), truth.row(0, 0), 128), allowed);
       // A single token has weight 1: the output is its decoded row.
-      EXPECT_LE(oracle::distance(outcome.out.exact().row(0, 0), rows.decoded_values.exact().row(0, 0), 128), 125000 * 0x1p-13);
+      EXPECT_LE(oracle::distance(outcome.out.exact().row(0, 0), rows.decoded_values.exact().row(0, 0), 128),
+                125000 * 0x1p-13);
     }
   });
 }
@@ -154,11 +167,13 @@ TEST(NumericCases, N05_SumsBeyondTheRangeOfHalf) {
     using F = typename decltype(tag)::type;
     for (const std::size_t tokens : {1U, 64U})
       for (const std::uint8_t center_bits : {std::uint8_t{0}, std::uint8_t{8}}) {
-        CodedRows<F> rows(coded_config(1, 128, 0, center_bits, 64), gaussian_block(1, tokens, 1, 128), repeated(value, tokens));
+        CodedRows<F> rows(coded_config(1, 128, 0, center_bits, 64), gaussian_block(1, tokens, 1, 128),
+                          repeated(value, tokens));
         const Outcome outcome = rows.attend(Block(1, 1, 128, 600.0F));
         const oracle::Tensor truth = repeated(value, 1).bfloat16_rounded();
         const double size = oracle::norm(truth.row(0, 0), 128);
-        EXPECT_LE(oracle::distance(outcome.out.exact().row(0, 0), truth.row(0, 0), 128), (std::sqrt(3 * distortion_bound(bits)) + 0x1p-10) * size);
+        EXPECT_LE(oracle::distance(outcome.out.exact().row(0, 0), truth.row(0, 0), 128),
+                  (std::sqrt(3 * distortion_bound(bits)) + 0x1p-10) * size);
         EXPECT_TRUE(turboquant::is_finite(outcome.lse[0]));
       }
   });
@@ -170,12 +185,13 @@ TEST(NumericCases, N06_HugeVectors) {
     row[0] = first;
     return row;
   };
-  const float limit = 0x1p120F;
+  const float limit = 0x1p96F;
   for_each_format([&](auto tag, unsigned bits) {
     using F = typename decltype(tag)::type;
     for (const std::uint8_t center_bits : {std::uint8_t{0}, std::uint8_t{8}, std::uint8_t{16}}) {
       const CacheConfig config = coded_config(1, 128, 0, center_bits);
-      for (const std::vector<float>& row : {one_hot(1e30F, 0), std::vector<float>(128, 1e30F), one_hot(65504, 1), std::vector<float>(128, limit), std::vector<float>(128, -limit)}) {
+      for (const std::vector<float>& row : {one_hot(7e28F, 0), std::vector<float>(128, 7e28F), one_hot(65504, 1),
+                                            std::vector<float>(128, limit), std::vector<float>(128, -limit)}) {
         // Other signs in every other row: the centre is zero, then the residual is as large as a row can be.
         Block block = repeated(row, 16);
         for (std::size_t t = 1; t < 16; t += 2)
@@ -185,19 +201,23 @@ TEST(NumericCases, N06_HugeVectors) {
         ASSERT_TRUE(all_finite(rows.decoded_values));
         const oracle::Tensor truth = block.bfloat16_rounded();
         std::vector<double> scaled(128), decoded(128);
-        for (std::size_t t = 0; t < 16; ++t) EXPECT_LE(oracle::distance(rows.decoded_keys.exact().row(t, 0), truth.row(t, 0), 128), std::sqrt(3 * distortion_bound(bits)) * oracle::norm(truth.row(t, 0), 128));
+        for (std::size_t t = 0; t < 16; ++t)
+          EXPECT_LE(oracle::distance(rows.decoded_keys.exact().row(t, 0), truth.row(t, 0), 128),
+                    std::sqrt(3 * distortion_bound(bits)) * oracle::norm(truth.row(t, 0), 128));
         Block query(1, 1, 128);
         query.row(0)[0] = 1;
         const std::vector<float> logits = rows.logits(query);
         for (std::size_t t = 0; t < 16; ++t)
-          EXPECT_LE(std::fabs(static_cast<double>(logits[t]) - truth.row(t, 0)[0]), std::sqrt(3 * distortion_bound(bits)) * oracle::norm(truth.row(t, 0), 128));
+          EXPECT_LE(std::fabs(static_cast<double>(logits[t]) - truth.row(t, 0)[0]),
+                    std::sqrt(3 * distortion_bound(bits)) * oracle::norm(truth.row(t, 0), 128));
         query.row(0)[0] = 1e-38F;
         ASSERT_TRUE(all_finite(rows.attend(query).out));
       }
       KVCache<F> cache(config);
       const SequenceId id = new_sequence(cache);
       const Block good(1, 1, 128, 1.0F);
-      for (const std::vector<float>& row : {std::vector<float>(128, std::numeric_limits<float>::max()), one_hot(limit * 1.01F, 0), one_hot(-limit * 1.01F, 0)}) {
+      for (const std::vector<float>& row : {std::vector<float>(128, std::numeric_limits<float>::max()),
+                                            one_hot(limit * 1.01F, 0), one_hot(-limit * 1.01F, 0)}) {
         EXPECT_STATUS(non_finite_input, append_only(cache, 0, id, repeated(row, 1), good));
         EXPECT_STATUS(non_finite_input, append_only(cache, 0, id, good, repeated(row, 1)));
       }
@@ -217,7 +237,7 @@ TEST(NumericCases, N06_N19_HugeFiniteQueriesAndBiasesGiveNoNaN) {
           if (!coded) config.recent_tokens = 1000;
           KVCache<TQ4> cache(config);
           const SequenceId id = new_sequence(cache);
-          const Block keys = gaussian_block(1, 40, 1, 32, 1e35);
+          const Block keys = gaussian_block(1, 40, 1, 32, 5e27);
           Block query = gaussian_block(3, 1, 1, 32, 0.1);
           for (float& x : query.numbers) x *= size;
           ASSERT_OK(append_only(cache, 0, id, keys, gaussian_block(2, 40, 1, 32)));
@@ -233,7 +253,7 @@ TEST(NumericCases, N06_N19_HugeFiniteQueriesAndBiasesGiveNoNaN) {
           const std::array<float, 1> slope{1e38F};
           options = {};
           options.params.alibi_slopes = slope;
-          const Outcome biased = attend_only(cache, 0, id, gaussian_block(4, 1, 1, 32, 1e-36), options);
+          const Outcome biased = attend_only(cache, 0, id, gaussian_block(4, 1, 1, 32, 2e-29), options);
           Block last_keys, last_values;
           ASSERT_OK(read_rows(cache, id, 0, 39, 40, last_keys, last_values));
           EXPECT_LE(distance_of(biased.out.row(0), last_values.row(0), 32), 1e-3 * norm_of(last_values.row(0), 32));
@@ -249,7 +269,8 @@ TEST(NumericCases, N07_N08_NonFiniteInput) {
       Block bad_block = in_keys ? keys : values;
       bad_block.row(5)[2] = bad;
       ASSERT_OK(append_only(cache, 0, id, keys.slice(0, 3), values.slice(0, 3)));
-      EXPECT_STATUS(non_finite_input, append_only(cache, 0, id, in_keys ? bad_block.slice(3, 20) : keys.slice(3, 20), in_keys ? values.slice(3, 20) : bad_block.slice(3, 20)));
+      EXPECT_STATUS(non_finite_input, append_only(cache, 0, id, in_keys ? bad_block.slice(3, 20) : keys.slice(3, 20),
+                                                  in_keys ? values.slice(3, 20) : bad_block.slice(3, 20)));
       EXPECT_EQ(cache.length(id), 3U);
       // The neighbours are as if it had never come.
       ASSERT_OK(append_only(cache, 0, id, keys.slice(3, 20), values.slice(3, 20)));
@@ -271,7 +292,8 @@ void n09(unsigned bits) {
   Block keys = gaussian_block(1, 256, 1, 128);
   for (std::size_t t = 0; t < 256; ++t) {
     const double factor = norms[t % 4] / norm_of(keys.row(t), 128);
-    for (std::size_t i = 0; i < 128; ++i) keys.row(t)[i] = static_cast<float>(factor * static_cast<double>(keys.row(t)[i]));
+    for (std::size_t i = 0; i < 128; ++i)
+      keys.row(t)[i] = static_cast<float>(factor * static_cast<double>(keys.row(t)[i]));
   }
   CodedRows<F> rows(config, keys, gaussian_block(2, 256, 1, 128));
   const Block queries = gaussian_block(3, 8, 1, 128);
@@ -279,7 +301,8 @@ void n09(unsigned bits) {
   std::array<double, 4> squares{};
   for (std::size_t q = 0; q < 8; ++q)
     for (std::size_t t = 0; t < 256; ++t) {
-      const double error = (static_cast<double>(logits[q * 256 + t]) - product_of(queries.row(q), keys.row(t), 128)) / (norm_of(queries.row(q), 128) * norm_of(keys.row(t), 128));
+      const double error = (static_cast<double>(logits[q * 256 + t]) - product_of(queries.row(q), keys.row(t), 128)) /
+                           (norm_of(queries.row(q), 128) * norm_of(keys.row(t), 128));
       EXPECT_LE(std::fabs(error), six_sigma(bits, 128));
       squares[t % 4] += error * error / (8 * 64);
     }
@@ -294,8 +317,9 @@ void n09(unsigned bits) {
   const std::vector<float> massive_logits = massive.logits(queries);
   for (std::size_t q = 0; q < 8; ++q)
     for (std::size_t t = 0; t < 64; ++t)
-      EXPECT_LE(std::fabs(static_cast<double>(massive_logits[q * 64 + t]) - product_of(queries.row(q), outliers.row(t), 128)),
-                1.1 * six_sigma(bits, 128) * norm_of(queries.row(q), 128) * norm_of(outliers.row(t), 128));
+      EXPECT_LE(
+          std::fabs(static_cast<double>(massive_logits[q * 64 + t]) - product_of(queries.row(q), outliers.row(t), 128)),
+          1.1 * six_sigma(bits, 128) * norm_of(queries.row(q), 128) * norm_of(outliers.row(t), 128));
 }
 TEST(NumericCases, N09_NormsOfManySizesTq3) { n09<TQ3>(3); }
 TEST(NumericCases, N09_NormsOfManySizesTq4) { n09<TQ4>(4); }
@@ -309,8 +333,11 @@ TEST(NumericCases, N10_ValuesWithALargeCommonPart) {
   const Outcome outcome = rows.attend(queries);
   oracle::Options options;
   options.causal = false;
-  const oracle::Tensor truth = oracle::attend(rows.decoded_keys.exact(), rows.decoded_values.exact(), queries.exact(), 0, options);
-  for (std::size_t q = 0; q < 3; ++q) EXPECT_LE(oracle::distance(outcome.out.exact().row(q, 0), truth.row(q, 0), 64), 1e-5 * oracle::norm(truth.row(q, 0), 64));
+  const oracle::Tensor truth =
+      oracle::attend(rows.decoded_keys.exact(), rows.decoded_values.exact(), queries.exact(), 0, options);
+  for (std::size_t q = 0; q < 3; ++q)
+    EXPECT_LE(oracle::distance(outcome.out.exact().row(q, 0), truth.row(q, 0), 64),
+              1e-5 * oracle::norm(truth.row(q, 0), 64));
 }
 
 template <class F>
@@ -361,8 +388,10 @@ TEST(NumericCases, N12_MoreBitsAreBetterForEverySeed) {
     const Block rows = gaussian_block(100 + seed, 16, 1, 128);
     CacheConfig config = coded_config(1, 128, 0, 0);
     config.seed = seed;
-    const double two = mean_distortion<TQ2>(rows, CodedRows<TQ2>(config, rows, rows).decoded_values), three = mean_distortion<TQ3>(rows, CodedRows<TQ3>(config, rows, rows).decoded_values),
-                 four = mean_distortion<TQ4>(rows, CodedRows<TQ4>(config, rows, rows).decoded_values), eight = mean_distortion<TQ8>(rows, CodedRows<TQ8>(config, rows, rows).decoded_values);
+    const double two = mean_distortion<TQ2>(rows, CodedRows<TQ2>(config, rows, rows).decoded_values),
+                 three = mean_distortion<TQ3>(rows, CodedRows<TQ3>(config, rows, rows).decoded_values),
+                 four = mean_distortion<TQ4>(rows, CodedRows<TQ4>(config, rows, rows).decoded_values),
+                 eight = mean_distortion<TQ8>(rows, CodedRows<TQ8>(config, rows, rows).decoded_values);
     EXPECT_LT(three, two);
     EXPECT_LT(four, three);
     EXPECT_LT(eight, four);
@@ -380,10 +409,13 @@ void n14(unsigned bits) {
     Block keys(kPairs, 1, 128), queries = gaussian_block(50, kPairs, 1, 128);
     const Block noise = gaussian_block(51, kPairs, 1, 128);
     for (std::size_t i = 0; i < keys.numbers.size(); ++i)
-      keys.numbers[i] = static_cast<float>(oracle::round_bfloat16(t * static_cast<double>(queries.numbers[i]) + std::sqrt(1 - t * t) * static_cast<double>(noise.numbers[i])));
+      keys.numbers[i] = static_cast<float>(oracle::round_bfloat16(
+          t * static_cast<double>(queries.numbers[i]) + std::sqrt(1 - t * t) * static_cast<double>(noise.numbers[i])));
     const CodedRows<F> rows(coded_config(1, 128, 0, 0, 64), keys, noise);
     for (std::size_t i = 0; i < kPairs; ++i)
-      sum += (product_of(queries.row(i), rows.decoded_keys.row(i), 128) - product_of(queries.row(i), keys.row(i), 128)) / (norm_of(queries.row(i), 128) * norm_of(keys.row(i), 128));
+      sum +=
+          (product_of(queries.row(i), rows.decoded_keys.row(i), 128) - product_of(queries.row(i), keys.row(i), 128)) /
+          (norm_of(queries.row(i), 128) * norm_of(keys.row(i), 128));
     EXPECT_NEAR(sum / kPairs, 0, 0.002) << t;
   }
 }
@@ -425,8 +457,8 @@ void n16(unsigned bits) {
       continue;
     }
     EXPECT_NEAR(static_cast<double>(logits[0]), exact_logit, 1e-4);
-    // The other logits are off by sigma = |q||k| sqrt(D / d) / 8, which raises the mean of their exponentials by half its
-    // square, 1e-3 of them at most; they are a tenth of the sum.
+    // The other logits are off by sigma = |q||k| sqrt(D / d) / 8, which raises the mean of their exponentials by half
+    // its square, 1e-3 of them at most; they are a tenth of the sum.
     EXPECT_NEAR(static_cast<double>(outcome.out.numbers[0]), truth, 1e-3) << bits;
     SequenceId child;
     ASSERT_OK(cache.fork(id, kTokens, child));
@@ -441,15 +473,18 @@ TEST(NumericCases, N16_SinksKeptExactTq4) { n16<TQ4>(4); }
 TEST(NumericCases, N16_SinksKeptExactTq8) { n16<TQ8>(8); }
 
 TEST(NumericCases, N17_SparseKeysAtEveryHeadSize) {
-  for (const std::uint32_t dim : {72U, 104U, 136U}) EXPECT_NE(turboquant::why_invalid(coded_config(1, dim), 1), "") << dim;
+  for (const std::uint32_t dim : {72U, 104U, 136U})
+    EXPECT_NE(turboquant::why_invalid(coded_config(1, dim), 1), "") << dim;
   constexpr std::size_t kKeys = 1000, kQueries = 200;
   std::vector<double> agreements;
   for (const std::size_t dim : {64U, 80U, 96U, 112U, 128U, 144U, 160U, 192U}) {
     Block keys(kKeys, 1, dim), queries(kQueries, 1, dim);
     for (std::size_t t = 0; t < kKeys; ++t)
-      for (std::size_t i = 0; i < 10; ++i) keys.row(t)[oracle::hash(dim, t, i) % dim] = static_cast<float>(oracle::gaussian(dim, t, i));
+      for (std::size_t i = 0; i < 10; ++i)
+        keys.row(t)[oracle::hash(dim, t, i) % dim] = static_cast<float>(oracle::gaussian(dim, t, i));
     for (std::size_t q = 0; q < kQueries; ++q)
-      for (std::size_t i = 0; i < dim; ++i) queries.row(q)[i] = keys.row(5 * q)[i] + static_cast<float>(0.3 * oracle::gaussian(dim + 1, q, i));
+      for (std::size_t i = 0; i < dim; ++i)
+        queries.row(q)[i] = keys.row(5 * q)[i] + static_cast<float>(0.3 * oracle::gaussian(dim + 1, q, i));
     const CodedRows<TQ4> rows(coded_config(1, dim, 0, 8, 64), keys, keys);
     const std::vector<float> logits = rows.logits(queries);
     std::size_t agreed = 0;
@@ -457,7 +492,8 @@ TEST(NumericCases, N17_SparseKeysAtEveryHeadSize) {
       std::size_t best = 0, best_exact = 0;
       double most = -1e30, most_exact = -1e30;
       for (std::size_t t = 0; t < kKeys; ++t) {
-        const double exact = product_of(queries.row(q), keys.row(t), dim), coded = static_cast<double>(logits[q * kKeys + t]);
+        const double exact = product_of(queries.row(q), keys.row(t), dim),
+                     coded = static_cast<double>(logits[q * kKeys + t]);
         if (exact > most_exact) most_exact = exact, best_exact = t;
         if (coded > most) most = coded, best = t;
       }
@@ -490,7 +526,8 @@ void n18(double spike_cosine) {
   const CodedRows<F> spikes(config, spike, spike);
   for (const Block* decoded : {&spikes.decoded_keys, &spikes.decoded_values}) {
     ASSERT_TRUE(all_finite(*decoded));
-    EXPECT_GE(product_of(decoded->row(3), spike.row(3), 128) / (norm_of(decoded->row(3), 128) * std::sqrt(128.0)), spike_cosine);
+    EXPECT_GE(product_of(decoded->row(3), spike.row(3), 128) / (norm_of(decoded->row(3), 128) * std::sqrt(128.0)),
+              spike_cosine);
   }
 }
 TEST(NumericCases, N18_OneHotAndSpikeTq3) { n18<TQ3>(0.61); }
@@ -533,10 +570,10 @@ TEST(NumericCases, N19_EqualLogitsAtTheEndOfTheRange) {
         if (!coded) config.recent_tokens = 100;
         Block keys(16, 1, 32), values(16, 1, 32), query(1, 1, 32);
         for (std::size_t t = 0; t < 16; ++t) {
-          keys.row(t)[0] = sign * 0x1p119F;
+          keys.row(t)[0] = sign * 0x1p95F;
           values.row(t)[t] = 1;
         }
-        query.row(0)[0] = 450;  // 450 * 2^119 = 2.99e38
+        query.row(0)[0] = 450 * 0x1p24F;  // 450 * 2^119 = 2.99e38
         KVCache<TQ8> cache(config);
         const SequenceId id = new_sequence(cache);
         ASSERT_OK(append_only(cache, 0, id, keys, values));
@@ -545,7 +582,8 @@ TEST(NumericCases, N19_EqualLogitsAtTheEndOfTheRange) {
         const Outcome outcome = attend_only(cache, 0, id, query, options);
         ASSERT_OK(outcome.status);
         // 8-bit values: a hundredth of the largest coordinate at most.
-        for (std::size_t t = 0; t < 16; ++t) EXPECT_NEAR(outcome.out.numbers[t], 0.0625F, coded ? 2e-3F : 1e-6F) << coded << sign << int{center_bits};
+        for (std::size_t t = 0; t < 16; ++t)
+          EXPECT_NEAR(outcome.out.numbers[t], 0.0625F, coded ? 2e-3F : 1e-6F) << coded << sign << int{center_bits};
         EXPECT_NEAR(outcome.lse[0] / (sign * 450 * 0x1p119F), 1, 0.02F);
       }
 }
@@ -580,7 +618,8 @@ TEST(NumericCases, N20_LongContexts) {
     const SequenceId id = new_sequence(cache);
     const Block direction = gaussian_block(7, 1, 1, 64, 60000);
     Block keys(1024, 1, 64), values(1024, 1, 64);
-    for (std::size_t i = 0; i < values.numbers.size(); ++i) values.numbers[i] = i / 64 % 2 == 0 ? direction.numbers[i % 64] : -direction.numbers[i % 64];
+    for (std::size_t i = 0; i < values.numbers.size(); ++i)
+      values.numbers[i] = i / 64 % 2 == 0 ? direction.numbers[i % 64] : -direction.numbers[i % 64];
     for (int i = 0; i < 64; ++i) ASSERT_OK(append_only(cache, 0, id, keys, values));
     const Outcome outcome = attend_only(cache, 0, id, gaussian_block(1, 1, 1, 64));
     ASSERT_OK(outcome.status);
@@ -625,7 +664,9 @@ TEST(NumericCases, N21_PaddedSlotsTakeNoPart) {
               // Each row is read as 1 within what codes in a centred page of equal rows cost.
               const bool raw = recent != 0 && !sealed;
               for (const float x : outcome.out.numbers) ASSERT_NEAR(x, 1, raw ? 1e-6F : 0.02F) << n;
-              ASSERT_NEAR(outcome.lse[0], std::log(static_cast<double>(n)), 1e-6 * (1 + std::log(static_cast<double>(n)))) << n << " page " << page;
+              ASSERT_NEAR(outcome.lse[0], std::log(static_cast<double>(n)),
+                          1e-6 * (1 + std::log(static_cast<double>(n))))
+                  << n << " page " << page;
             }
 }
 
@@ -661,12 +702,14 @@ TEST(NumericCases, N23_UnwrittenMemoryReachesNoResult) {
       KVCache<TQ4, TQ4Scalar, TQ3> cache(config);
       for (const std::size_t n : {13U, 1U, 70U, 5U}) {  // each reuses what the one before gave back
         const SequenceId id = new_sequence(cache);
-        append_outcome(all, attend_one(cache, 0, id, gaussian_block(1, n, 2, 64), gaussian_block(2, n, 2, 64), gaussian_block(3, n, 2, 64)));
+        append_outcome(all, attend_one(cache, 0, id, gaussian_block(1, n, 2, 64), gaussian_block(2, n, 2, 64),
+                                       gaussian_block(3, n, 2, 64)));
         ASSERT_OK(cache.seal(id));
         append_outcome(all, attend_only(cache, 0, id, gaussian_block(4, 1, 2, 64)));
         SequenceId child;
         ASSERT_OK(cache.fork(id, n / 2, child));
-        append_outcome(all, attend_one(cache, 0, child, gaussian_block(5, 3, 2, 64), gaussian_block(6, 3, 2, 64), gaussian_block(7, 3, 2, 64)));
+        append_outcome(all, attend_one(cache, 0, child, gaussian_block(5, 3, 2, 64), gaussian_block(6, 3, 2, 64),
+                                       gaussian_block(7, 3, 2, 64)));
         cache.release(id);
         cache.release(child);
       }
@@ -690,7 +733,8 @@ TEST(NumericCases, N24_TiesAndSignedZeros) {
     row[1] = negative_zeros[1] = rotation.signs()[1];
     for (std::size_t i = 0; i <= 30; ++i) ramp[i] = 0.5F * static_cast<float>(i);
     for (std::size_t i = 31; i < 64; i += 2) ramp[i] = 15;
-    const Block plain = repeated(row, 50, 2), signed_zeros = repeated(negative_zeros, 50, 2), ramps = repeated(ramp, 50, 2);
+    const Block plain = repeated(row, 50, 2), signed_zeros = repeated(negative_zeros, 50, 2),
+                ramps = repeated(ramp, 50, 2);
     const CodedRows<F> a(config, plain, plain), b(config, signed_zeros, signed_zeros), c(config, ramps, ramps);
     EXPECT_TRUE(same_bits(a.decoded_keys, b.decoded_keys));
     EXPECT_TRUE(same_bits(a.decoded_values, b.decoded_values));
@@ -700,7 +744,8 @@ TEST(NumericCases, N24_TiesAndSignedZeros) {
         for (std::size_t h = 0; h < 2; ++h)
           for (std::size_t i = 0; i < 64; ++i) {
             ASSERT_EQ(rows->decoded_keys.row(t, h)[i], rows->decoded_keys.row(0, 0)[i]) << t;
-            if constexpr (std::is_same_v<F, TQ4> || std::is_same_v<F, TQ8> || std::is_same_v<F, TQ4Scalar>) {  // others may code along tokens
+            if constexpr (std::is_same_v<F, TQ4> || std::is_same_v<F, TQ8> ||
+                          std::is_same_v<F, TQ4Scalar>) {  // others may code along tokens
               ASSERT_EQ(rows->decoded_values.row(t, h)[i], rows->decoded_values.row(0, 0)[i]) << t;
             }
           }
@@ -712,7 +757,8 @@ TEST(NumericCases, N25_SlopeOfEstimatedAgainstTrueLogits) {
     const std::size_t pairs = dim == 576 ? 500 : 1000;
     const Block keys = gaussian_block(1, pairs, 1, dim);
     Block queries = keys;
-    for (std::size_t i = 0; i < queries.numbers.size(); ++i) queries.numbers[i] += static_cast<float>(0.1 * oracle::gaussian(9, 9, i));
+    for (std::size_t i = 0; i < queries.numbers.size(); ++i)
+      queries.numbers[i] += static_cast<float>(0.1 * oracle::gaussian(9, 9, i));
     const CodedRows<TQ3> three(coded_config(1, dim, 0, 0, 16), keys, keys);
     const CodedRows<TQ4> four(coded_config(1, dim, 0, 0, 16), keys, keys);
     // The estimate through the kernels: page-sized pieces, so that only pairs are asked for.
@@ -784,7 +830,8 @@ TEST(NumericCases, N27_ManySplitsOfFewKeys) {
           turboquant::merge_partials(joined.out.rows(), joined.lse.data(), piece.out.rows(), piece.lse.data());
         }
         // Raw: fp32. Coded: 14-bit weights relative to the largest of another set of keys.
-        for (std::size_t i = 0; i < 64; ++i) ASSERT_NEAR(joined.out.numbers[i], whole.out.numbers[i], coded ? 3e-4F : 2e-6F) << n << " in " << parts;
+        for (std::size_t i = 0; i < 64; ++i)
+          ASSERT_NEAR(joined.out.numbers[i], whole.out.numbers[i], coded ? 3e-4F : 2e-6F) << n << " in " << parts;
         for (std::size_t h = 0; h < 2; ++h) ASSERT_NEAR(joined.lse[h], whole.lse[h], 4e-6F);
       }
     }

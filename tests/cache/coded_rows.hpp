@@ -11,11 +11,13 @@
 namespace tests {
 
 /// A configuration of one layer in which every token is read as codes once the sequence is sealed.
-inline turboquant::CacheConfig coded_config(std::size_t kv_heads, std::size_t head_dim, std::size_t value_dim = 0, std::uint8_t center_bits = 8,
-                                            std::size_t page_tokens = 16) {
+inline turboquant::CacheConfig coded_config(std::size_t kv_heads, std::size_t head_dim, std::size_t value_dim = 0,
+                                            std::uint8_t center_bits = 8, std::size_t page_tokens = 16) {
   turboquant::CacheConfig config;
-  config.layers = {turboquant::LayerShape{.kv_heads = static_cast<std::uint32_t>(kv_heads), .head_dim = static_cast<std::uint32_t>(head_dim),
-                                          .value_dim = static_cast<std::uint32_t>(value_dim), .center_bits = center_bits}};
+  config.layers = {turboquant::LayerShape{.kv_heads = static_cast<std::uint32_t>(kv_heads),
+                                          .head_dim = static_cast<std::uint32_t>(head_dim),
+                                          .value_dim = static_cast<std::uint32_t>(value_dim),
+                                          .center_bits = center_bits}};
   config.page_tokens = page_tokens;
   config.recent_tokens = config.rollback_tokens = 0;
   return config;
@@ -25,7 +27,8 @@ inline turboquant::CacheConfig coded_config(std::size_t kv_heads, std::size_t he
 template <class F>
 class CodedRows {
  public:
-  CodedRows(const turboquant::CacheConfig& config, const Block& keys, const Block& values) : cache(config), id(new_sequence(cache)) {
+  CodedRows(const turboquant::CacheConfig& config, const Block& keys, const Block& values)
+      : cache(config), id(new_sequence(cache)) {
     EXPECT_OK(append_only(cache, 0, id, keys, values));
     EXPECT_OK(cache.seal(id));
     EXPECT_OK(read_rows(cache, id, 0, 0, keys.tokens, decoded_keys, decoded_values));
@@ -63,13 +66,16 @@ inline double product_of(const float* a, const float* b, std::size_t dim) {
 }
 inline double distance_of(const float* a, const float* b, std::size_t dim) {
   double sum = 0;
-  for (std::size_t i = 0; i < dim; ++i) sum += (static_cast<double>(a[i]) - static_cast<double>(b[i])) * (static_cast<double>(a[i]) - static_cast<double>(b[i]));
+  for (std::size_t i = 0; i < dim; ++i)
+    sum += (static_cast<double>(a[i]) - static_cast<double>(b[i])) *
+           (static_cast<double>(a[i]) - static_cast<double>(b[i]));
   return std::sqrt(sum);
 }
 /// Every row equal to the first `row` of `dim` floats.
 inline Block repeated(const std::vector<float>& row, std::size_t tokens, std::size_t heads = 1) {
   Block block(tokens, heads, row.size());
-  for (std::size_t r = 0; r < tokens * heads; ++r) std::copy(row.begin(), row.end(), block.numbers.begin() + static_cast<std::ptrdiff_t>(r * row.size()));
+  for (std::size_t r = 0; r < tokens * heads; ++r)
+    std::copy(row.begin(), row.end(), block.numbers.begin() + static_cast<std::ptrdiff_t>(r * row.size()));
   return block;
 }
 

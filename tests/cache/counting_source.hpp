@@ -43,7 +43,8 @@ class CountingSource {
       return nullptr;
     }
     --self.allowed_;
-    auto* memory = static_cast<unsigned char*>(::operator new(bytes + kGuard, std::align_val_t(alignment), std::nothrow));
+    auto* memory =
+        static_cast<unsigned char*>(::operator new(bytes + kGuard, std::align_val_t(alignment), std::nothrow));
     if (memory == nullptr) return nullptr;
     std::memset(memory, self.fill_, bytes);
     std::memset(memory + bytes, 0xa5, kGuard);

@@ -1,4 +1,5 @@
-// The container: sequences, layers, memory, and what is left after each refusal. Names like F02 are cases of public reports.
+// The container: sequences, layers, memory, and what is left after each refusal. Names like F02 are cases of public
+// reports.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -34,11 +35,18 @@ CacheConfig small_config(std::size_t layers = 1) {
   return config;
 }
 
-Block keys_of(std::uint64_t stream, std::size_t begin, std::size_t end) { return gaussian_block(stream, end - begin, 2, 32, 1, begin); }
-Block values_of(std::uint64_t stream, std::size_t begin, std::size_t end) { return gaussian_block(stream + 1000, end - begin, 2, 32, 1, begin); }
-Block queries_of(std::uint64_t stream, std::size_t begin, std::size_t end) { return gaussian_block(stream + 2000, end - begin, 4, 32, 1, begin); }
+Block keys_of(std::uint64_t stream, std::size_t begin, std::size_t end) {
+  return gaussian_block(stream, end - begin, 2, 32, 1, begin);
+}
+Block values_of(std::uint64_t stream, std::size_t begin, std::size_t end) {
+  return gaussian_block(stream + 1000, end - begin, 2, 32, 1, begin);
+}
+Block queries_of(std::uint64_t stream, std::size_t begin, std::size_t end) {
+  return gaussian_block(stream + 2000, end - begin, 4, 32, 1, begin);
+}
 
-Status feed(Cache& cache, SequenceId id, std::uint64_t stream, std::size_t begin, std::size_t end, std::size_t layer = 0) {
+Status feed(Cache& cache, SequenceId id, std::uint64_t stream, std::size_t begin, std::size_t end,
+            std::size_t layer = 0) {
   return append_only(cache, layer, id, keys_of(stream, begin, end), values_of(stream, begin, end));
 }
 Status feed_all(Cache& cache, SequenceId id, std::uint64_t stream, std::size_t begin, std::size_t end) {
@@ -64,7 +72,8 @@ Snapshot snapshot(Cache& cache, SequenceId id, std::size_t layer = 0, std::size_
   return shot;
 }
 bool same_bits(const Snapshot& a, const Snapshot& b) {
-  return tests::same_bits(a.outcome, b.outcome) && tests::same_bits(a.keys, b.keys) && tests::same_bits(a.values, b.values);
+  return tests::same_bits(a.outcome, b.outcome) && tests::same_bits(a.keys, b.keys) &&
+         tests::same_bits(a.values, b.values);
 }
 void expect_same(const MemoryUse& a, const MemoryUse& b) {
   EXPECT_EQ(a.page_bytes, b.page_bytes);
@@ -97,7 +106,8 @@ TEST(KVCache, StaleIdsAreUnknown) {
   const SequenceId reused = new_sequence(cache);
   EXPECT_FALSE(stale == reused);
   ASSERT_OK(feed(cache, reused, 2, 0, 5));
-  for (const SequenceId id : {stale, SequenceId{}, SequenceId{reused.index + 1000, 0}, SequenceId{reused.index, reused.generation + 1}}) {
+  for (const SequenceId id :
+       {stale, SequenceId{}, SequenceId{reused.index + 1000, 0}, SequenceId{reused.index, reused.generation + 1}}) {
     SequenceId child = reused;
     Block keys, values;
     EXPECT_STATUS(unknown_sequence, feed(cache, id, 1, 0, 1));
@@ -135,7 +145,8 @@ TEST(KVCache, TruncateRealignsLayersAfterAHalfFinishedStep) {
   ASSERT_OK(cache.truncate(id, cache.length(id)));
   ASSERT_OK(feed_all(cache, id, 1, 45, 80));
   ASSERT_OK(feed_all(plain, plain_id, 1, 45, 80));
-  for (std::size_t layer = 0; layer < 2; ++layer) EXPECT_TRUE(same_bits(snapshot(cache, id, layer), snapshot(plain, plain_id, layer)));
+  for (std::size_t layer = 0; layer < 2; ++layer)
+    EXPECT_TRUE(same_bits(snapshot(cache, id, layer), snapshot(plain, plain_id, layer)));
   expect_same(cache.memory(), plain.memory());
 }
 
@@ -210,7 +221,8 @@ TEST(KVCache, DeepTruncationKeepsTheCodesAndStartsANewPage) {
     EXPECT_EQ(values.exact().numbers, mirror.decoded_values().numbers);
     for (const std::size_t n : {1U, 30U, 20U}) {
       const std::size_t first = mirror.length();
-      const Block new_keys = keys_of(4, first, first + n), new_values = values_of(4, first, first + n), queries = queries_of(4, first, first + n);
+      const Block new_keys = keys_of(4, first, first + n), new_values = values_of(4, first, first + n),
+                  queries = queries_of(4, first, first + n);
       const Outcome outcome = attend_one(cache, 0, id, new_keys, new_values, queries);
       mirror.append(new_keys, new_values);
       mirror.learn(cache, id);
@@ -227,7 +239,8 @@ TEST(KVCache, ForksOfSharedFirstTokensAndTailTiles) {
       CacheConfig config = small_config();
       config.first_tokens = first_tokens;
       Cache cache(config), fresh(config);
-      const SequenceId source = new_sequence(cache), fresh_source = new_sequence(fresh), fresh_child = new_sequence(fresh);
+      const SequenceId source = new_sequence(cache), fresh_source = new_sequence(fresh),
+                       fresh_child = new_sequence(fresh);
       ASSERT_OK(feed(cache, source, 1, 0, length));
       SequenceId child;
       ASSERT_OK(cache.fork(source, length, child));
@@ -334,7 +347,8 @@ TEST(KVCache, SealCodesTheTail) {
       EXPECT_TRUE(same_bits(snapshot(cache, id), sealed));
       for (const std::size_t more : {1U, 40U, 3U}) {
         const std::size_t first = mirror.length();
-        const Block keys = keys_of(2, first, first + more), values = values_of(2, first, first + more), queries = queries_of(2, first, first + more);
+        const Block keys = keys_of(2, first, first + more), values = values_of(2, first, first + more),
+                    queries = queries_of(2, first, first + more);
         const Outcome outcome = attend_one(cache, 0, id, keys, values, queries);
         mirror.append(keys, values);
         mirror.learn(cache, id);
@@ -390,7 +404,9 @@ TEST(KVCache, ReserveMakesAppendsSafe) {
     while (grabbed < 100000 && feed_all(cache, other, 2, grabbed, grabbed + 16) == Status::ok) grabbed += 16;
     EXPECT_LT(grabbed, 100000U) << "the pool never ended";
     for (std::size_t n = 37; n < 237; n += 25)
-      for (std::size_t layer = 0; layer < 3; ++layer) ASSERT_OK(attend_one(cache, layer, id, keys_of(1, n, n + 25), values_of(1, n, n + 25), queries_of(1, n, n + 25)).status);
+      for (std::size_t layer = 0; layer < 3; ++layer)
+        ASSERT_OK(attend_one(cache, layer, id, keys_of(1, n, n + 25), values_of(1, n, n + 25), queries_of(1, n, n + 25))
+                      .status);
     EXPECT_EQ(cache.length(id), 237U);
     // A child may be refused, but then it changes nothing.
     cache.release(other);
@@ -411,7 +427,8 @@ TEST(KVCache, MaxBytesRefusesAndChangesNothing) {
     const MemoryUse before = cache.memory();
     const Snapshot shot = length != 0 ? snapshot(cache, second) : Snapshot{};
     std::array<BatchItem, 2> items;
-    const Block keys = keys_of(2, length, length + 24), values = values_of(2, length, length + 24), other_keys = keys_of(1, 100, 101), other_values = values_of(1, 100, 101);
+    const Block keys = keys_of(2, length, length + 24), values = values_of(2, length, length + 24),
+                other_keys = keys_of(1, 100, 101), other_values = values_of(1, 100, 101);
     status = append_only(cache, 0, second, keys, values);
     if (status == Status::ok) status = append_only(cache, 1, second, keys, values);
     const MemoryUse after = cache.memory();
@@ -448,7 +465,8 @@ TEST(KVCache, MaxBytesRefusesAndChangesNothing) {
   Cache free_cache(free_config);
   const SequenceId id = new_sequence(free_cache);
   ASSERT_OK(feed_all(free_cache, id, 2, 0, length + 24));
-  for (std::size_t layer = 0; layer < 2; ++layer) EXPECT_TRUE(same_bits(snapshot(cache, second, layer), snapshot(free_cache, id, layer)));
+  for (std::size_t layer = 0; layer < 2; ++layer)
+    EXPECT_TRUE(same_bits(snapshot(cache, second, layer), snapshot(free_cache, id, layer)));
 }
 
 TEST(KVCache, AFailingMemorySourceLeavesEverythingAsItWas) {
@@ -526,12 +544,14 @@ TEST(KVCache, TrueBitsPerCoordinate) {
     EXPECT_NEAR(use.bits_per_coordinate, static_cast<double>(use.page_bytes) * 8 / (2 * 8 * 128 * 128), 1e-9);
     return use.bits_per_coordinate;
   };
-  const double four = bits(std::type_identity<KVCache<turboquant::TQ4>>{}, 8), three = bits(std::type_identity<KVCache<turboquant::TQ3>>{}, 8);
+  const double four = bits(std::type_identity<KVCache<turboquant::TQ4>>{}, 8),
+               three = bits(std::type_identity<KVCache<turboquant::TQ3>>{}, 8);
   EXPECT_GE(four, 4.25);
   EXPECT_LE(four, 4.32);
   EXPECT_GE(three, 3.25);
   EXPECT_LE(three, 3.32);
-  const double no_center = bits(std::type_identity<KVCache<turboquant::TQ4>>{}, 0), wide_center = bits(std::type_identity<KVCache<turboquant::TQ4>>{}, 16);
+  const double no_center = bits(std::type_identity<KVCache<turboquant::TQ4>>{}, 0),
+               wide_center = bits(std::type_identity<KVCache<turboquant::TQ4>>{}, 16);
   EXPECT_GE(no_center, 4.125);
   EXPECT_LE(no_center, 4.19);
   EXPECT_NEAR(wide_center - four, 0.125, 1e-9);
@@ -595,7 +615,8 @@ TEST(KVCache, EraseOfWholeEntries) {
   const SequenceId id = new_sequence(cache);
   ASSERT_OK(feed_all(cache, id, 1, 0, 120));
   std::array<Block, 2> keys, values;
-  for (std::size_t layer = 0; layer < 2; ++layer) ASSERT_OK(read_rows(cache, id, layer, 0, 120, keys[layer], values[layer]));
+  for (std::size_t layer = 0; layer < 2; ++layer)
+    ASSERT_OK(read_rows(cache, id, layer, 0, 120, keys[layer], values[layer]));
   const MemoryUse before = cache.memory();
   ASSERT_OK(cache.erase(id, 40, 40));
   EXPECT_EQ(cache.length(id), 120U);
@@ -616,7 +637,9 @@ TEST(KVCache, EraseOfWholeEntries) {
     ASSERT_OK(outcome.status);
     const oracle::Tensor truth = oracle::attend(wanted_keys.exact(), wanted_values.exact(), query.exact(), 87, {});
     // Loose: the int8 query's error on 88 keys, 6 sigma of 5 |q| |k| / (127 sqrt(12) 32) per logit.
-    for (std::size_t h = 0; h < 4; ++h) EXPECT_LE(oracle::distance(outcome.out.exact().row(0, h), truth.row(0, h), 32), 0.05 * oracle::norm(truth.row(0, h), 32) + 0.01);
+    for (std::size_t h = 0; h < 4; ++h)
+      EXPECT_LE(oracle::distance(outcome.out.exact().row(0, h), truth.row(0, h), 32),
+                0.05 * oracle::norm(truth.row(0, h), 32) + 0.01);
   }
   ASSERT_OK(feed_all(cache, id, 2, 88, 130));
   EXPECT_EQ(cache.length(id), 130U);
@@ -629,7 +652,8 @@ TEST(KVCache, ReadRefusesWhatItCannotGive) {
   Cache cache(small_config());
   const SequenceId id = new_sequence(cache);
   ASSERT_OK(feed(cache, id, 1, 0, 50));
-  Block keys(10, 2, 32, 7.0F), values(10, 2, 32, 7.0F), narrow(10, 2, 16, 7.0F), fewer(9, 2, 32, 7.0F), heads(10, 1, 32, 7.0F);
+  Block keys(10, 2, 32, 7.0F), values(10, 2, 32, 7.0F), narrow(10, 2, 16, 7.0F), fewer(9, 2, 32, 7.0F),
+      heads(10, 1, 32, 7.0F);
   EXPECT_OK(cache.read(id, 0, 40, keys.rows(), values.rows()));
   keys = values = Block(10, 2, 32, 7.0F);
   EXPECT_STATUS(bad_layer, cache.read(id, 1, 0, keys.rows(), values.rows()));
@@ -647,7 +671,8 @@ TEST(KVCache, ReadRefusesWhatItCannotGive) {
 
 TEST(KVCache, LayersDifferInShapeWindowAndFormat) {
   CacheConfig config = small_config(0);
-  config.layers = {LayerShape{.kv_heads = 1, .head_dim = 64, .value_dim = 96, .format = 1}, LayerShape{.kv_heads = 4, .head_dim = 32, .window = 40, .format = 0, .center_bits = 0},
+  config.layers = {LayerShape{.kv_heads = 1, .head_dim = 64, .value_dim = 96, .format = 1},
+                   LayerShape{.kv_heads = 4, .head_dim = 32, .window = 40, .format = 0, .center_bits = 0},
                    LayerShape{.kv_heads = 2, .head_dim = 80, .format = 2, .center_bits = 16}};
   const std::array<unsigned, 3> bits{4, 8, 2};  // of the layers' formats
   KVCache<turboquant::TQ8, turboquant::TQ4, turboquant::TQ2> cache(config);
@@ -659,7 +684,8 @@ TEST(KVCache, LayersDifferInShapeWindowAndFormat) {
       const LayerShape& shape = config.layers[layer];
       const std::size_t first = mirrors[layer].length();
       const Block keys = gaussian_block(layer, n, shape.kv_heads, shape.head_dim, 1, first),
-                  values = gaussian_block(10 + layer, n, shape.kv_heads, shape.value_dim != 0 ? shape.value_dim : shape.head_dim, 1, first),
+                  values = gaussian_block(10 + layer, n, shape.kv_heads,
+                                          shape.value_dim != 0 ? shape.value_dim : shape.head_dim, 1, first),
                   queries = gaussian_block(20 + layer, n, 4, shape.head_dim, 1, first);
       const Outcome outcome = attend_one(cache, layer, id, keys, values, queries);
       mirrors[layer].append(keys, values);
@@ -736,7 +762,8 @@ TEST(KVCache, F04_OneTokenAtATimeIsCompressedLikeAPrompt) {
     EXPECT_TRUE(same_bits(shots.front(), shots.back()));
     expect_same(uses.front(), uses.back());
   }
-  EXPECT_FALSE(shots[0].keys.slice(0, 32).exact().numbers == keys_of(1, 0, 32).bfloat16_rounded().numbers) << "nothing was compressed";
+  EXPECT_FALSE(shots[0].keys.slice(0, 32).exact().numbers == keys_of(1, 0, 32).bfloat16_rounded().numbers)
+      << "nothing was compressed";
 }
 
 TEST(KVCache, F05_TruncationIntoTheRecentWindow) {
@@ -879,7 +906,8 @@ std::string refusal(const CacheConfig& config) {
 }
 testing::AssertionResult says(const std::string& words, std::initializer_list<const char*> wanted) {
   for (const char* word : wanted)
-    if (words.find(word) == std::string::npos) return testing::AssertionFailure() << '"' << words << "\" does not say " << word;
+    if (words.find(word) == std::string::npos)
+      return testing::AssertionFailure() << '"' << words << "\" does not say " << word;
   return testing::AssertionSuccess();
 }
 
@@ -890,7 +918,15 @@ TEST(KVCache, InvalidConfigurationsAreRefusedInWords) {
   CacheConfig config = good;
   config.layers.clear();
   EXPECT_TRUE(says(refusal(config), {"layer"}));
-  for (const auto& [dim, nearest] : {std::pair<std::uint32_t, const char*>{40, "32"}, {72, "64"}, {100, "96"}, {104, "96"}, {136, "128"}, {16, "32"}, {0, "32"}, {1040, "1024"}, {(1U << 30) + 1, "1024"}}) {
+  for (const auto& [dim, nearest] : {std::pair<std::uint32_t, const char*>{40, "32"},
+                                     {72, "64"},
+                                     {100, "96"},
+                                     {104, "96"},
+                                     {136, "128"},
+                                     {16, "32"},
+                                     {0, "32"},
+                                     {1040, "1024"},
+                                     {(1U << 30) + 1, "1024"}}) {
     config = good;
     config.layers[0].head_dim = dim;
     EXPECT_TRUE(says(refusal(config), {"head_dim", std::to_string(dim).c_str(), nearest}));
@@ -943,7 +979,8 @@ TEST(KVCache, InvalidConfigurationsAreRefusedInWords) {
       ASSERT_OK(feed(cache, id, 1, 0, 40));
       Block keys, values;
       ASSERT_OK(read_rows(cache, id, 0, 0, 40, keys, values));
-      EXPECT_EQ(keys.exact().numbers == keys_of(1, 0, 40).bfloat16_rounded().numbers, member != &CacheConfig::rollback_tokens);
+      EXPECT_EQ(keys.exact().numbers == keys_of(1, 0, 40).bfloat16_rounded().numbers,
+                member != &CacheConfig::rollback_tokens);
     }
   }
 }

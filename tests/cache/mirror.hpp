@@ -91,7 +91,9 @@ class Mirror {
   /// Codes only: first_tokens <= begin < end <= coded(length()).
   void erase(std::size_t begin, std::size_t end) {
     base_ = raw_begin_ = coded(length()) - (end - begin);
-    for (Tensor* rows : {&raw_keys_, &raw_values_, &decoded_keys_, &decoded_values_, &centered_keys_, &centered_values_}) rows->erase(begin, end);
+    for (Tensor* rows :
+         {&raw_keys_, &raw_values_, &decoded_keys_, &decoded_values_, &centered_keys_, &centered_values_})
+      rows->erase(begin, end);
   }
 
   /// Takes over the decoded rows that have become readable since the last call and checks that they are near the rows
@@ -136,8 +138,8 @@ class Mirror {
   }
 
   /// Compares what attend wrote with the oracle on the rows that these queries must see.
-  void check(const Block& queries, const Outcome& outcome, const turboquant::AttentionParams& params, const QueryContext& context,
-             bool with_lse = true) const {
+  void check(const Block& queries, const Outcome& outcome, const turboquant::AttentionParams& params,
+             const QueryContext& context, bool with_lse = true) const {
     ASSERT_OK(outcome.status);
     oracle::Options options = oracle_options(params, shape_.window, !with_lse);
     options.key_begin = context.key_begin;
@@ -154,16 +156,17 @@ class Mirror {
         const auto key = [&](std::size_t j) { return (is_code(j) ? decoded_keys_ : raw_keys_).row(j, kv); };
         const auto value = [&](std::size_t j) { return (is_code(j) ? decoded_values_ : raw_values_).row(j, kv); };
         const double* query = exact_queries.row(t, h);
-        const oracle::Row truth = oracle::attend_row(query, queries.dim, outcome.out.dim, length(), key, value, position, h, options);
+        const oracle::Row truth =
+            oracle::attend_row(query, queries.dim, outcome.out.dim, length(), key, value, position, h, options);
         const Budget budget = budget_of(query, queries.dim, truth, options, kv, seen, key, value, outcome.out.dim);
         double error = 0;
         for (std::size_t i = 0; i < outcome.out.dim; ++i) {
           const double difference = static_cast<double>(outcome.out.row(t, h)[i]) - truth.out[i];
           error += difference * difference;
         }
-        ASSERT_LE(std::sqrt(error), budget.out) << "query " << t << " at " << position << " head " << h << " of length " << length()
-                                                << ", codes below " << seen << ", output norm "
-                                                << oracle::norm(truth.out.data(), truth.out.size());
+        ASSERT_LE(std::sqrt(error), budget.out)
+            << "query " << t << " at " << position << " head " << h << " of length " << length() << ", codes below "
+            << seen << ", output norm " << oracle::norm(truth.out.data(), truth.out.size());
         if (!with_lse) continue;
         const auto lse = static_cast<double>(outcome.lse[t * queries.heads + h]);
         if (truth.lse == oracle::kMinusInfinity) {
@@ -193,8 +196,10 @@ class Mirror {
           const double* query = exact_queries.row(t, h);
           const double* key = (code ? decoded_keys_ : raw_keys_).row(j, h / group);
           const double truth = oracle::dot(query, key, queries.dim);
-          const double deviation = logit_deviation(query, queries.dim, key, truth, 1, code ? centered_keys_.row(j, h / group)[0] : 0);
-          ASSERT_NEAR(static_cast<double>(found), truth, 6 * deviation) << "query " << t << " head " << h << " key " << j << " of " << present;
+          const double deviation =
+              logit_deviation(query, queries.dim, key, truth, 1, code ? centered_keys_.row(j, h / group)[0] : 0);
+          ASSERT_NEAR(static_cast<double>(found), truth, 6 * deviation)
+              << "query " << t << " head " << h << " key " << j << " of " << present;
         }
   }
 
@@ -235,9 +240,9 @@ class Mirror {
     return own_call ? seen : std::max(seen, std::min(raw_begin_, coded(present)));
   }
 
-  /// Appends to `norms` how long the rows [begin, end) are after their page's mean was taken off; pages start at `begin`.
-  /// The centre is rounded, to steps of its largest coordinate over 127 (32,767): that leaves up to 5 |m| / (127 sqrt(12)) =
-  /// 0.0114 |m| of it in the rows, with a largest coordinate of five times the average.
+  /// Appends to `norms` how long the rows [begin, end) are after their page's mean was taken off; pages start at
+  /// `begin`. The centre is rounded, to steps of its largest coordinate over 127 (32,767): that leaves up to 5 |m| /
+  /// (127 sqrt(12)) = 0.0114 |m| of it in the rows, with a largest coordinate of five times the average.
   void center(const Tensor& rows, std::size_t begin, std::size_t end, Tensor& norms) const {
     for (std::size_t page = begin; page < end; page += page_) {
       const std::size_t page_end = std::min(page + page_, end);
@@ -245,9 +250,11 @@ class Mirror {
       for (std::size_t h = 0; h < rows.heads; ++h) {
         std::vector<double> mean(rows.dim, 0.0);
         for (std::size_t t = page; t < page_end && shape_.center_bits != 0; ++t)
-          for (std::size_t i = 0; i < rows.dim; ++i) mean[i] += rows.row(t, h)[i] / static_cast<double>(page_end - page);
+          for (std::size_t i = 0; i < rows.dim; ++i)
+            mean[i] += rows.row(t, h)[i] / static_cast<double>(page_end - page);
         const double left = (shape_.center_bits == 8 ? 0.0114 : 5e-5) * oracle::norm(mean.data(), rows.dim);
-        for (std::size_t t = page; t < page_end; ++t) lengths.row(t - page, h)[0] = std::hypot(oracle::distance(rows.row(t, h), mean.data(), rows.dim), left);
+        for (std::size_t t = page; t < page_end; ++t)
+          lengths.row(t - page, h)[0] = std::hypot(oracle::distance(rows.row(t, h), mean.data(), rows.dim), left);
       }
       norms.append(lengths);
     }
@@ -257,19 +264,21 @@ class Mirror {
   /// either way per coordinate, which meets the centred key: step / sqrt(12) * |k - m|. The largest of d rotated
   /// coordinates is at most |q| and, for vectors not built against the signs, 5 |q| / sqrt(d) (5 sigma). A quarter more
   /// for the error of the decoded key. All fp32 sums: a few 2^-24 of |q||k|. `centered`: |k - m|, 0 for a raw key.
-  double logit_deviation(const double* query, std::size_t dim, const double* key, double logit, double scale, double centered) const {
+  double logit_deviation(const double* query, std::size_t dim, const double* key, double logit, double scale,
+                         double centered) const {
     const double query_norm = oracle::norm(query, dim);
     const double rounding = 2e-7 * (std::fabs(logit) + scale * query_norm * oracle::norm(key, dim));
     const double largest = query_norm * std::min(1.0, 5 / std::sqrt(static_cast<double>(dim)));
     return rounding + 1.25 * scale * largest / codes_.query_steps / std::sqrt(12.0) * centered;
   }
 
-  /// Output error to first order: sum of p_j e_j (v_j - out) with e_j the logit errors, independent between keys, so the
-  /// squares add; six of the deviations that result. Softmax weights of a page are rounded to 14 bits of the page's
+  /// Output error to first order: sum of p_j e_j (v_j - out) with e_j the logit errors, independent between keys, so
+  /// the squares add; six of the deviations that result. Softmax weights of a page are rounded to 14 bits of the page's
   /// largest. The fp32 sums: 2e-6 of the sum of p |v|.
   template <class KeyRow, class ValueRow>
-  Budget budget_of(const double* query, std::size_t dim, const oracle::Row& truth, const oracle::Options& options, std::size_t kv, std::size_t seen,
-                   const KeyRow& key, const ValueRow& value, std::size_t value_dim) const {
+  Budget budget_of(const double* query, std::size_t dim, const oracle::Row& truth, const oracle::Options& options,
+                   std::size_t kv, std::size_t seen, const KeyRow& key, const ValueRow& value,
+                   std::size_t value_dim) const {
     const double scale = options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(dim));
     double squares = 0, weight_squares = 0, absolute = 0, lse_bias = 0;
     std::map<std::size_t, std::pair<double, double>> pages;
@@ -277,7 +286,8 @@ class Mirror {
       const double p = truth.weights[j];
       if (p == 0) continue;
       const bool code = j >= first_ && j < seen;
-      const double deviation = logit_deviation(query, dim, key(j), truth.logits[j], scale, code ? centered_keys_.row(j, kv)[0] : 0);
+      const double deviation =
+          logit_deviation(query, dim, key(j), truth.logits[j], scale, code ? centered_keys_.row(j, kv)[0] : 0);
       const double off = oracle::distance(value(j), truth.out.data(), value_dim);
       squares += p * p * deviation * deviation * off * off;
       weight_squares += p * p * deviation * deviation;
@@ -296,7 +306,8 @@ class Mirror {
     return budget;
   }
 
-  static void expect_near(const Tensor& raw, const Tensor& decoded, const Tensor& centered, std::size_t begin, double bound, const char* side) {
+  static void expect_near(const Tensor& raw, const Tensor& decoded, const Tensor& centered, std::size_t begin,
+                          double bound, const char* side) {
     double error = 0, energy = 0;
     for (std::size_t h = 0; h < raw.heads; ++h)
       for (std::size_t j = begin; j < decoded.tokens; ++j) {
@@ -305,7 +316,8 @@ class Mirror {
       }
     // Few coordinates scatter: their squared errors have a standard deviation of about their mean, outliers included.
     const double coordinates = static_cast<double>((decoded.tokens - begin) * raw.heads * raw.dim);
-    EXPECT_LE(error, bound * (1 + 8 / std::sqrt(coordinates)) * energy) << side << " [" << begin << ", " << decoded.tokens << ")";
+    EXPECT_LE(error, bound * (1 + 8 / std::sqrt(coordinates)) * energy)
+        << side << " [" << begin << ", " << decoded.tokens << ")";
   }
 
   template <class Cache>
@@ -313,8 +325,10 @@ class Mirror {
     if (begin >= end) return;
     Block keys, values;
     ASSERT_OK(read_rows(cache, id, layer_, begin, end, keys, values));
-    EXPECT_EQ(keys.exact().numbers, tokens_of(raw_keys_, begin, end).numbers) << "raw keys [" << begin << ", " << end << ")";
-    EXPECT_EQ(values.exact().numbers, tokens_of(raw_values_, begin, end).numbers) << "raw values [" << begin << ", " << end << ")";
+    EXPECT_EQ(keys.exact().numbers, tokens_of(raw_keys_, begin, end).numbers)
+        << "raw keys [" << begin << ", " << end << ")";
+    EXPECT_EQ(values.exact().numbers, tokens_of(raw_values_, begin, end).numbers)
+        << "raw values [" << begin << ", " << end << ")";
   }
 
   Codes codes_;

@@ -54,13 +54,15 @@ void look_back(Cache& cache, Known& known, Dice& dice) {
   const Block query = gaussian_block(dice.fresh_stream(), 1, 2, 32);
   CallOptions options;
   options.position = dice.roll(known.mirror.length());
-  known.mirror.check(query, attend_only(cache, 0, known.id, query, options), {}, {.position = options.position, .own_call = false});
+  known.mirror.check(query, attend_only(cache, 0, known.id, query, options), {},
+                     {.position = options.position, .own_call = false});
   Block keys, values;
   ASSERT_OK(read_rows(cache, known.id, 0, 0, known.mirror.length(), keys, values));
   const Tensor read = keys.exact(), &raw = known.mirror.raw_keys(), &decoded = known.mirror.decoded_keys();
   const std::size_t coded = known.mirror.coded(known.mirror.length()), first_tokens = cache.config().first_tokens;
   for (std::size_t t = 0; t < known.mirror.length(); ++t)
-    for (std::size_t i = 0; i < 32; ++i) ASSERT_EQ(read.row(t, 0)[i], (t >= first_tokens && t < coded ? decoded : raw).row(t, 0)[i]) << t;
+    for (std::size_t i = 0; i < 32; ++i)
+      ASSERT_EQ(read.row(t, 0)[i], (t >= first_tokens && t < coded ? decoded : raw).row(t, 0)[i]) << t;
 }
 
 TEST(RandomOperations, FollowThePlainModel) {
@@ -134,10 +136,16 @@ TEST(RandomOperations, FollowThePlainModel) {
           sequences.erase(sequences.begin() + static_cast<std::ptrdiff_t>(index));
           continue;
         }
-        case 6: ASSERT_OK(cache.reserve(known.id, dice.roll(100))); break;
+        case 6:
+          ASSERT_OK(cache.reserve(known.id, dice.roll(100)));
+          break;
         case 7:
-        case 8: append(cache, known, dice, 1 + dice.roll(80)); break;
-        default: append(cache, known, dice, 1 + dice.roll(6)); break;
+        case 8:
+          append(cache, known, dice, 1 + dice.roll(80));
+          break;
+        default:
+          append(cache, known, dice, 1 + dice.roll(6));
+          break;
       }
       Known& after = sequences[index];
       ASSERT_EQ(cache.length(after.id), after.mirror.length());

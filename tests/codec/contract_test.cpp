@@ -15,7 +15,7 @@ template <class C>
 class CodecContract : public testing::Test {};
 
 using AllCodecs = testing::Types<PolarQuant<1>, PolarQuant<2>, PolarQuant<3>, PolarQuant<4>, PolarQuant<8>, ScalarQuant<2>,
-                                 ScalarQuant<3>, ScalarQuant<4>, ScalarQuant<8>>;
+                                 ScalarQuant<3>, ScalarQuant<4>, ScalarQuant<8>, TrellisQuant<2>, TrellisQuant<3>, TrellisQuant<4>>;
 TYPED_TEST_SUITE(CodecContract, AllCodecs);
 
 constexpr std::size_t kDims[] = {32, 80, 96, 112, 128, 192, 256, 576, 1024};

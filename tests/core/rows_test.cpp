@@ -235,18 +235,18 @@ TEST(Rows, Bfloat16RowsAreCopiedBitByBit) {
     EXPECT_EQ(out[2].bits, 0x7f81);
 }
 
-TEST(Rows, StorableUpTo2To120AfterRounding) {
+TEST(Rows, StorableUpTo2To96AfterRounding) {
     struct Case {
         std::uint32_t bits;
         bool finite, storable;
     };
-    const std::uint32_t limit = (120u + 127u) << 23;
+    const std::uint32_t limit = (96u + 127u) << 23;
     const Case cases[] = {
         {0, true, true},
         {1, true, true},
         {limit, true, true},
         {limit + 0x7fffu, true, true},
-        {limit + 0x8000u, true, true},  // a tie, rounds down to the even 2^120
+        {limit + 0x8000u, true, true},  // a tie, rounds down to the even 2^96
         {limit + 0x8001u, true, false},
         {limit + 0x10000u, true, false},
         {0x7f7fffffu, true, false},
@@ -282,6 +282,6 @@ TEST(Rows, SixteenBitRowsAreCheckedForEveryPattern) {
         const tq::bfloat16 b[3] = {{0}, {std::uint16_t(bits)}, {0x3f80}};
         const tq::ConstRows bfloats(b, 1, 1, 3);
         ASSERT_EQ(tq::is_finite_row(bfloats, 0, 0), magnitude < 0x7f80u) << bits;
-        ASSERT_EQ(tq::is_storable_row(bfloats, 0, 0), magnitude <= 0x7b80u) << bits;
+        ASSERT_EQ(tq::is_storable_row(bfloats, 0, 0), magnitude <= 0x6f80u) << bits;
     }
 }

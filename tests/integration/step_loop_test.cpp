@@ -28,7 +28,8 @@ CacheConfig gemma_like() {
   CacheConfig config;
   config.layers.clear();
   for (int i = 0; i < 2; ++i) {
-    for (int j = 0; j < 2; ++j) config.layers.push_back(LayerShape{.kv_heads = 2, .head_dim = 64, .window = 40, .format = 0});
+    for (int j = 0; j < 2; ++j)
+      config.layers.push_back(LayerShape{.kv_heads = 2, .head_dim = 64, .window = 40, .format = 0});
     config.layers.push_back(LayerShape{.kv_heads = 1, .head_dim = 96, .format = 1});
   }
   config.page_tokens = 16;
@@ -37,8 +38,9 @@ CacheConfig gemma_like() {
   config.first_tokens = 2;
   return config;
 }
-// After such a chunk a windowed layer still holds every page that the step has finished: it may free what lies more than
-// window + rollback = 48 back, and a new page ends at most recent + page - 1 + chunk tokens back and starts 16 earlier.
+// After such a chunk a windowed layer still holds every page that the step has finished: it may free what lies more
+// than window + rollback = 48 back, and a new page ends at most recent + page - 1 + chunk tokens back and starts 16
+// earlier.
 constexpr std::size_t kLongestChunk = 8;
 
 using Matrix = std::vector<float>;  // [rows][columns]
@@ -75,8 +77,10 @@ struct Model {
   explicit Model(const CacheConfig& config) {
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       const LayerShape& shape = config.layers[i];
-      layers.push_back({random_matrix(10 * i + 1, kQueryHeads * shape.head_dim, kHidden), random_matrix(10 * i + 2, shape.kv_heads * shape.head_dim, kHidden),
-                        random_matrix(10 * i + 3, shape.kv_heads * shape.head_dim, kHidden), random_matrix(10 * i + 4, kHidden, kQueryHeads * shape.head_dim)});
+      layers.push_back({random_matrix(10 * i + 1, kQueryHeads * shape.head_dim, kHidden),
+                        random_matrix(10 * i + 2, shape.kv_heads * shape.head_dim, kHidden),
+                        random_matrix(10 * i + 3, shape.kv_heads * shape.head_dim, kHidden),
+                        random_matrix(10 * i + 4, kHidden, kQueryHeads * shape.head_dim)});
       for (float& w : layers.back().query) w *= 2;  // attention that chooses
     }
   }
@@ -110,7 +114,8 @@ std::vector<unsigned> part(const std::vector<unsigned>& tokens, std::size_t begi
 std::vector<unsigned> draft(const std::vector<unsigned>& tokens, std::size_t most) {
   const std::size_t n = tokens.size();
   for (std::size_t i = n - 2; i >= 1; --i)
-    if (tokens[i - 1] == tokens[n - 2] && tokens[i] == tokens[n - 1]) return part(tokens, i + 1, std::min(n, i + 1 + most));
+    if (tokens[i - 1] == tokens[n - 2] && tokens[i] == tokens[n - 1])
+      return part(tokens, i + 1, std::min(n, i + 1 + most));
   return {};
 }
 
@@ -125,17 +130,20 @@ class StepLoop : public testing::Test {
     sequence.id = new_sequence(cache_);
     sequence.prompt = prompt;
     // Phrases that repeat, so that drafts from the history are sometimes right.
-    for (std::size_t i = 0; i < prompt; ++i) sequence.tokens.push_back(static_cast<unsigned>(oracle::hash(seed, 77, i % 7) % kVocabulary));
+    for (std::size_t i = 0; i < prompt; ++i)
+      sequence.tokens.push_back(static_cast<unsigned>(oracle::hash(seed, 77, i % 7) % kVocabulary));
     for (std::size_t layer = 0; layer < config_.layers.size(); ++layer)
       sequence.mirrors.emplace_back(config_, layer, codes_of(config_.layers[layer].format == 0 ? 4 : 8));
     return sequence;
   }
 
   /// One step of the batch: sequence s puts inputs[s] through every layer. Returns the token that follows each input.
-  std::vector<std::vector<unsigned>> step(std::vector<Sequence>& sequences, const std::vector<std::vector<unsigned>>& inputs) {
+  std::vector<std::vector<unsigned>> step(std::vector<Sequence>& sequences,
+                                          const std::vector<std::vector<unsigned>>& inputs) {
     std::vector<std::vector<std::vector<float>>> hidden(sequences.size());
     for (std::size_t s = 0; s < sequences.size(); ++s)
-      for (std::size_t t = 0; t < inputs[s].size(); ++t) hidden[s].push_back(model_.embed(inputs[s][t], cache_.length(sequences[s].id) + t));
+      for (std::size_t t = 0; t < inputs[s].size(); ++t)
+        hidden[s].push_back(model_.embed(inputs[s][t], cache_.length(sequences[s].id) + t));
     for (std::size_t layer = 0; layer < config_.layers.size(); ++layer) {
       const LayerShape& shape = config_.layers[layer];
       const Model::Layer& weights = model_.layers[layer];
@@ -185,11 +193,13 @@ class StepLoop : public testing::Test {
   /// What a sequence puts into the next step: a chunk of its prompt, or its last token and a draft of up to seven.
   std::vector<unsigned> next_input(const Sequence& sequence) const {
     const std::size_t present = cache_.length(sequence.id);
-    if (present < sequence.prompt) return part(sequence.tokens, present, std::min(sequence.prompt, present + kLongestChunk));
+    if (present < sequence.prompt)
+      return part(sequence.tokens, present, std::min(sequence.prompt, present + kLongestChunk));
     std::vector<unsigned> input{sequence.tokens.back()};
     const std::vector<unsigned> guess = draft(sequence.tokens, 6);
     input.insert(input.end(), guess.begin(), guess.end());
-    input.push_back(static_cast<unsigned>(oracle::hash(present, 78, sequence.id.index) % kVocabulary));  // and a wild guess
+    input.push_back(
+        static_cast<unsigned>(oracle::hash(present, 78, sequence.id.index) % kVocabulary));  // and a wild guess
     return input;
   }
 
@@ -261,13 +271,16 @@ TEST_F(StepLoop, SixteenSequencesWithChunksDraftsRollbackAndForks) {
   }
   EXPECT_GT(longest, 80U);
 
-  // One that is fed the accepted tokens afresh, in other chunks and without drafts, stands where the drafting one stands.
+  // One that is fed the accepted tokens afresh, in other chunks and without drafts, stands where the drafting one
+  // stands.
   const Sequence& drafted = sequences[5];
   const std::size_t length = cache_.length(drafted.id);
   std::vector<Sequence> fresh{start(5, drafted.prompt)};
-  for (std::size_t begin = 0; begin < length; begin += 5) step(fresh, {part(drafted.tokens, begin, std::min(length, begin + 5))});
+  for (std::size_t begin = 0; begin < length; begin += 5)
+    step(fresh, {part(drafted.tokens, begin, std::min(length, begin + 5))});
   for (std::size_t layer = 0; layer < config_.layers.size(); ++layer) {
-    const std::size_t window = config_.layers[layer].window, begin = window != 0 && length > window ? length - window : 0;
+    const std::size_t window = config_.layers[layer].window,
+                      begin = window != 0 && length > window ? length - window : 0;
     Block keys, values, fresh_keys, fresh_values;
     ASSERT_OK(read_rows(cache_, drafted.id, layer, begin, length, keys, values));
     ASSERT_OK(read_rows(cache_, fresh[0].id, layer, begin, length, fresh_keys, fresh_values));

@@ -38,7 +38,9 @@ struct Tensor {
   }
   /// Removes the tokens [begin, end).
   void erase(std::size_t begin, std::size_t end) {
-    const auto at = [&](std::size_t token) { return numbers.begin() + static_cast<std::ptrdiff_t>(token * heads * dim); };
+    const auto at = [&](std::size_t token) {
+      return numbers.begin() + static_cast<std::ptrdiff_t>(token * heads * dim);
+    };
     numbers.erase(at(begin), at(end));
     tokens -= end - begin;
   }
@@ -47,10 +49,10 @@ struct Tensor {
 struct Options {
   double scale = 0;  // 0: 1 / sqrt(dim)
   bool causal = true;
-  double softcap = 0;                    // 0: none
-  std::vector<double> alibi_slopes{};    // per query head; empty: none
-  std::vector<double> sink_logits{};     // per query head; empty: none
-  std::size_t window = 0;                // 0: all
+  double softcap = 0;                  // 0: none
+  std::vector<double> alibi_slopes{};  // per query head; empty: none
+  std::vector<double> sink_logits{};   // per query head; empty: none
+  std::size_t window = 0;              // 0: all
   std::size_t key_begin = 0, key_end = kAllKeys;
 };
 
@@ -76,8 +78,8 @@ struct Row {
 
 /// `key(j)` and `value(j)` return the rows of key j, 0 <= j < keys, as `const double*`.
 template <class KeyRow, class ValueRow>
-Row attend_row(const double* query, std::size_t dim, std::size_t value_dim, std::size_t keys, const KeyRow& key, const ValueRow& value,
-               std::size_t position, std::size_t head, const Options& options) {
+Row attend_row(const double* query, std::size_t dim, std::size_t value_dim, std::size_t keys, const KeyRow& key,
+               const ValueRow& value, std::size_t position, std::size_t head, const Options& options) {
   Row row;
   row.out.assign(value_dim, 0.0);
   row.logits.assign(keys, kMinusInfinity);
@@ -113,8 +115,8 @@ Row attend_row(const double* query, std::size_t dim, std::size_t value_dim, std:
 
 /// Attention of `queries` [tokens][heads][dim], the first of them at `position`, over [keys][kv_heads][dim] and
 /// [keys][kv_heads][value_dim]; query head h reads key head h / (heads / kv_heads). `lse` gets [tokens][heads].
-inline Tensor attend(const Tensor& keys, const Tensor& values, const Tensor& queries, std::size_t position, const Options& options,
-                     std::vector<double>* lse = nullptr) {
+inline Tensor attend(const Tensor& keys, const Tensor& values, const Tensor& queries, std::size_t position,
+                     const Options& options, std::vector<double>* lse = nullptr) {
   Tensor out(queries.tokens, queries.heads, values.dim);
   if (lse != nullptr) lse->assign(queries.tokens * queries.heads, kMinusInfinity);
   for (std::size_t t = 0; t < queries.tokens; ++t)

@@ -111,7 +111,8 @@ TEST(OracleAttention, TwoKeysByHand) {
 }
 
 TEST(OracleAttention, PartsMergeToTheWhole) {
-  const Tensor keys = gaussian_tensor(1, 37, 2, 8), values = gaussian_tensor(2, 37, 2, 5), queries = gaussian_tensor(3, 4, 6, 8);
+  const Tensor keys = gaussian_tensor(1, 37, 2, 8), values = gaussian_tensor(2, 37, 2, 5),
+               queries = gaussian_tensor(3, 4, 6, 8);
   Options options;
   options.alibi_slopes = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6};
   options.softcap = 3;

@@ -15,7 +15,8 @@ inline double round_to_format(double x, int precision, int min_exponent, int max
   if (exponent < min_exponent) exponent = min_exponent;
   const double unit = std::ldexp(1.0, exponent - precision + 1);
   const double rounded = std::nearbyint(x / unit) * unit;
-  if (std::fabs(rounded) >= std::ldexp(1.0, max_exponent + 1)) return std::copysign(std::numeric_limits<double>::infinity(), x);
+  if (std::fabs(rounded) >= std::ldexp(1.0, max_exponent + 1))
+    return std::copysign(std::numeric_limits<double>::infinity(), x);
   return rounded;
 }
 
@@ -33,7 +34,8 @@ inline std::uint16_t bits_of_format(double x, int precision, int min_exponent, i
   const int exponent = std::ilogb(x) < min_exponent ? min_exponent : std::ilogb(x);
   const auto integer = static_cast<unsigned>(std::ldexp(std::fabs(x), fraction_bits - exponent));
   // A normal number's leading bit adds one to the exponent field, a subnormal's is absent.
-  return static_cast<std::uint16_t>(sign | ((static_cast<unsigned>(exponent - min_exponent) << fraction_bits) + integer));
+  return static_cast<std::uint16_t>(sign |
+                                    ((static_cast<unsigned>(exponent - min_exponent) << fraction_bits) + integer));
 }
 
 inline std::uint16_t bfloat16_bits(double x) { return bits_of_format(round_bfloat16(x), 8, -126, 127); }
@@ -47,7 +49,8 @@ inline double value_of_format(std::uint16_t bits, int precision, int min_exponen
   if (exponent == max_exponent - min_exponent + 2)
     return fraction != 0 ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
   if (exponent == 0) return sign * std::ldexp(static_cast<double>(fraction), min_exponent - fraction_bits);
-  return sign * std::ldexp(static_cast<double>(fraction + (1 << fraction_bits)), exponent - 1 + min_exponent - fraction_bits);
+  return sign *
+         std::ldexp(static_cast<double>(fraction + (1 << fraction_bits)), exponent - 1 + min_exponent - fraction_bits);
 }
 
 inline double value_of_bfloat16(std::uint16_t bits) { return value_of_format(bits, 8, -126, 127); }

@@ -89,7 +89,7 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
   }
   const Layer& layer = core.layer(layer_index);
   if (queries.tokens == 0) return {};
-  if (queries.data == nullptr) return {Status::bad_shape, "queries.data"};
+  if (queries.data == nullptr || size_of(queries.type) == 0) return {Status::bad_shape, "queries.data"};
   if (queries.heads == 0 || queries.heads % layer.shape.kv_heads != 0) {
     return CacheCore::bad_shape("queries.heads", layer.shape.kv_heads, queries.heads);
   }
@@ -115,9 +115,10 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
   job.view.first_tokens = core.config().first_tokens;
   job.view.before = job.view.after = state.length;
   job.view.coded_end = state.coded_end();
+  job.view.tail_begin = state.tail_begin;
   const std::size_t tasks = queries.tokens * layer.shape.kv_heads;
   Carver measure(nullptr);
-  (void)RowBlock::carve(layer, job.group, measure);
+  (void)RowBlock::carve(layer, job.group, 0, measure);
   const std::size_t slot_count = (std::min)(tasks, Slots::kMost);
   Slots slots;
   slots.reset(slot_count);
@@ -126,7 +127,7 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
   executor(tasks, [&](std::size_t task) {
     const std::size_t slot = slots.claim();
     Carver carver(workspace.get() + slot * measure.used());
-    RowBlock block = RowBlock::carve(layer, job.group, carver);
+    RowBlock block = RowBlock::carve(layer, job.group, 0, carver);
     score_all(job, block, task % layer.shape.kv_heads, task / layer.shape.kv_heads, out);
     slots.release(slot);
   });

@@ -2,9 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
-#include <limits>
+#include <cstdint>
 #include <span>
 
 #include <turboquant/core/rows.hpp>
@@ -12,10 +13,11 @@
 namespace turboquant {
 namespace detail {
 
-// exp(x) for x <= 0, without a result or an intermediate that is NaN for x = -infinity.
-inline float weight_of(float lse, float largest) {
-  return lse == -std::numeric_limits<float>::infinity() ? 0.0f : std::exp(lse - largest);
-}
+// Minus infinity: no key. A test of bits, so that -ffast-math cannot remove it.
+inline bool is_nothing(float lse) { return std::bit_cast<std::uint32_t>(lse) == 0xff800000u; }
+
+// exp(lse - largest), 0 for no key.
+inline float weight_of(float lse, float largest) { return is_nothing(lse) ? 0.0f : std::exp(lse - largest); }
 
 }  // namespace detail
 
@@ -24,13 +26,13 @@ inline float weight_of(float lse, float largest) {
 /// out, other_out: [tokens][heads][dim], same shape; lse, other_lse: [tokens][heads]. Exact up to rounding, associative up to
 /// rounding. A part over no keys (lse -infinity) changes nothing, bit for bit. `out` and `other_out` may not overlap.
 inline void merge_partials(Rows out, float* lse, ConstRows other_out, const float* other_lse) {
-  constexpr float kNothing = -std::numeric_limits<float>::infinity();
   for (std::size_t t = 0; t < out.tokens; ++t) {
     for (std::size_t h = 0; h < out.heads; ++h) {
       float& a = lse[t * out.heads + h];
       const float b = other_lse[t * out.heads + h];
-      if (b == kNothing) continue;
-      const float largest = (std::max)(a, b);
+      if (detail::is_nothing(b)) continue;
+      const bool fresh = detail::is_nothing(a);
+      const float largest = fresh ? b : (std::max)(a, b);
       const float weight_a = detail::weight_of(a, largest), weight_b = detail::weight_of(b, largest);
       const float sum = weight_a + weight_b;
       constexpr std::size_t kChunk = 256;
@@ -45,14 +47,14 @@ inline void merge_partials(Rows out, float* lse, ConstRows other_out, const floa
         float x[kChunk], y[kChunk];
         load_row(ConstRows(to), t, h, x);
         load_row(from, t, h, y);
-        if (a == kNothing) {
+        if (fresh) {
           store_row(to, t, h, y);
         } else {
           for (std::size_t i = 0; i < n; ++i) x[i] = (weight_a * x[i] + weight_b * y[i]) / sum;
           store_row(to, t, h, x);
         }
       }
-      a = a == kNothing ? b : largest + std::log(sum);
+      a = fresh ? b : largest + std::log(sum);
     }
   }
 }
@@ -64,7 +66,8 @@ inline void finish_partials(Rows out, float* lse, std::span<const float> sink_lo
   for (std::size_t t = 0; t < out.tokens; ++t) {
     for (std::size_t h = 0; h < out.heads; ++h) {
       float& a = lse[t * out.heads + h];
-      const float largest = (std::max)(a, sink_logits[h]);
+      if (detail::is_nothing(sink_logits[h])) continue;
+      const float largest = detail::is_nothing(a) ? sink_logits[h] : (std::max)(a, sink_logits[h]);
       const float weight = detail::weight_of(a, largest), sink = detail::weight_of(sink_logits[h], largest);
       const float factor = weight / (weight + sink);
       constexpr std::size_t kChunk = 256;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -21,6 +22,7 @@ namespace detail {
 struct PlannedBlock {
   Block* block;
   unsigned size_class;
+  bool from_reserve;
 };
 
 // One item of a plan. Planned blocks lie in one array of the plan, in this order: pages, first tiles, tail tiles.
@@ -35,11 +37,15 @@ struct PlannedItem {
   std::size_t dropped_tail;                   // old tail tiles freed at the commit
   std::ptrdiff_t position;
   std::size_t group, heads;
-  std::size_t splits, first_split;            // splits > 1: partial results and a merge
+  std::size_t parts, first_part;              // parts > 1: partial results, and a merge
+  std::size_t first_split, end_split;         // a part is 2^part_shift splits, aligned
+  unsigned part_shift;
   std::size_t queries_per_block;
   std::size_t partials;                       // byte offset in the workspace
   // Index of the first task of this item in each kind of work.
   std::size_t encode_task, store_task, attend_task, merge_task;
+
+  bool reads;  // counted among the sequence's readers
 
   bool appends() const { return item.keys.tokens > 0; }
 };
@@ -53,32 +59,44 @@ struct PlanState {
   Array<PlannedItem> items;
   Array<PlannedBlock> blocks;
   Array<Block*> page_blocks;  // the pages of all items again, as the view wants them
-  bool armed = false;         // appends are pending
+  bool armed = false;         // sequences are marked, appends are pending
   std::size_t encode_tasks = 0, store_tasks = 0, attend_tasks = 0, merge_tasks = 0, commit_tasks = 0;
-  std::size_t split_entries = 1, rows_per_block = 1, slot_bytes = 0, slot_count = 0, workspace_bytes = 0;
+  std::size_t split_entries = 1, rows_per_block = 1, tree_levels = 1, slot_bytes = 0, slot_count = 0, workspace_bytes = 0;
   mutable Slots slots;
 
   ~PlanState() { drop(); }
 
   // Gives everything back as if the plan had never been made.
   void drop() noexcept {
-    if (core != nullptr && armed) {
+    if (armed) {
       for (PlannedItem& planned : items) {
-        if (!planned.appends()) continue;
         const std::size_t count = planned.pages + planned.first_tiles + planned.tail_tiles;
         for (std::size_t i = 0; i < count; ++i) {
           const PlannedBlock& held = blocks[planned.blocks + i];
-          if (held.block != nullptr) core->give_back(*planned.sequence, held.size_class, held.block);
+          if (held.block == nullptr) continue;
+          if (held.from_reserve) {
+            core->give_back(*planned.sequence, held.size_class, held.block);
+          } else {
+            core->pool().release(held.block);
+          }
         }
-        if (planned.sequence->pending == this) planned.sequence->pending = nullptr;
       }
+      unmark();
     }
-    armed = false;
     items.clear();
     blocks.clear();
     page_blocks.clear();
     encode_tasks = store_tasks = attend_tasks = merge_tasks = commit_tasks = 0;
     slot_count = workspace_bytes = 0;
+  }
+
+  // Sequences accept other calls again.
+  void unmark() noexcept {
+    for (PlannedItem& planned : items) {
+      if (planned.reads) planned.sequence->readers.fetch_sub(1, std::memory_order_release);
+      if (planned.appends() && planned.sequence->pending == this) planned.sequence->pending = nullptr;
+    }
+    armed = false;
   }
 };
 
@@ -86,7 +104,7 @@ struct PlanState {
 
 /// One layer of a step as tasks, for engines with their own thread pool: run every task of a phase, in any order on any
 /// threads, then a barrier, then the next phase. Results do not depend on threads or order. `plan` fills it; the last phase
-/// commits the appends. Dropped or planned anew before that, it changes nothing. Must not outlive its cache; the buffers of the
+/// commits the appends and ends the plan. Dropped or planned anew before that, it changes nothing. Must not outlive its cache; the buffers of the
 /// items must live until it has run. May be reused: it keeps its memory.
 class AttentionPlan {
  public:
@@ -125,7 +143,7 @@ class AttentionPlan {
   using PlannedItem = detail::PlannedItem;
 
   // encode: finished pages. attend: attention, and the tail's new rows beside it (nobody reads them yet). merge: of split
-  // contexts. commit: one task.
+  // contexts. commit: one task, which also ends the plan.
   enum class Phase { encode, attend, merge, commit };
   static constexpr Phase kPhases[] = {Phase::encode, Phase::attend, Phase::merge, Phase::commit};
 
@@ -170,6 +188,7 @@ class AttentionPlan {
     view.before = source->before;
     view.after = source->after;
     view.coded_end = source->coded_end;
+    view.tail_begin = source->tail_begin;
     view.keys = source->item.keys;
     view.values = source->item.values;
     view.new_pages = state.page_blocks.data() + (source->appends() ? page_index(state, *source) : 0);
@@ -208,7 +227,7 @@ class AttentionPlan {
     state.slots.release(slot);
   }
 
-  // Task: one new tile of the tail or of the first tokens; or attention of one KV head and one split or query block.
+  // Task: one new tile of the tail or of the first tokens; or attention of one KV head and one part or query block.
   void run_attend(std::size_t task, std::byte* workspace) const noexcept {
     const State& state = *state_;
     if (task >= state.attend_tasks) {
@@ -221,17 +240,20 @@ class AttentionPlan {
     const detail::Layer& layer = *state.layer;
     const std::size_t slot = state.slots.claim();
     detail::Carver carver(workspace + slot * state.slot_bytes);
-    detail::RowBlock block = detail::RowBlock::carve(layer, state.rows_per_block, carver);
-    if (planned.splits > 1) {
-      const std::size_t parts = planned.splits + 1, head = index / parts, part = index % parts;
+    detail::RowBlock block = detail::RowBlock::carve(layer, state.rows_per_block, state.tree_levels, carver);
+    if (planned.parts > 1) {
+      const std::size_t pieces = planned.parts + 1, head = index / pieces, piece = index % pieces;
       job.prepare(block, head, 0, planned.item.queries.tokens);
-      const detail::Partial to = partial(planned, head, part, workspace);
-      if (part == planned.splits) {
+      const detail::Partial to = partial(planned, head, piece, workspace);
+      if (piece == planned.parts) {
         job.attend_raw(block, head, to);
       } else {
-        const std::size_t split = planned.first_split + part, end = job.view.end_entry();
-        job.attend_entries(block, head, (std::max)(split * state.split_entries, job.view.first_entry()),
-                           (std::min)((split + 1) * state.split_entries, end), to);
+        const std::size_t origin = (planned.first_part + piece) << planned.part_shift;
+        const detail::Partial result = job.attend_splits(
+            block, head, (std::max)(origin, planned.first_split),
+            (std::min)(origin + (std::size_t{1} << planned.part_shift), planned.end_split), origin, state.split_entries);
+        std::copy_n(result.states, block.rows, to.states);
+        std::copy_n(result.acc, block.rows * layer.shape.value_dim, to.acc);
       }
     } else {
       const std::size_t blocks = block_count(planned), head = index / blocks;
@@ -242,20 +264,21 @@ class AttentionPlan {
     state.slots.release(slot);
   }
 
-  // Task: one KV head of one split item.
+  // Task: one KV head of one item in parts.
   void run_merge(std::size_t task, std::byte* workspace) const noexcept {
     const State& state = *state_;
     const PlannedItem& planned = item_of(task, &PlannedItem::merge_task);
     const std::size_t head = task - planned.merge_task, rows = planned.item.queries.tokens * planned.group;
     const detail::AttentionJob job = job_of(state, planned);
     const std::size_t dim = state.layer->shape.value_dim;
-    // The fold starts from nothing, as in attend_block; part 0 takes that place.
-    const detail::Partial total = partial(planned, head, 0, workspace);
-    for (std::size_t part = 1; part < planned.splits; ++part) {
-      detail::fold(job.operations(), total, partial(planned, head, part, workspace), rows, dim);
+    detail::FoldTree tree;
+    for (std::size_t part = 0; part < planned.parts; ++part) {
+      detail::Partial leaf = partial(planned, head, part, workspace);
+      tree.push(job.operations(), leaf, planned.first_part + part, rows, dim);
     }
+    const detail::Partial total = tree.finish(job.operations(), partial(planned, head, 0, workspace), rows, dim);
     float row[1024];
-    job.finish(total, partial(planned, head, planned.splits, workspace), rows, head, 0, row);
+    job.finish(total, partial(planned, head, planned.parts, workspace), rows, head, 0, row);
   }
 
   static std::size_t block_count(const PlannedItem& planned) noexcept {
@@ -269,7 +292,7 @@ class AttentionPlan {
 
   detail::Partial partial(const PlannedItem& planned, std::size_t head, std::size_t part, std::byte* workspace) const noexcept {
     const std::size_t dim = state_->layer->shape.value_dim, rows = planned.item.queries.tokens * planned.group;
-    std::byte* at = workspace + planned.partials + (head * (planned.splits + 1) + part) * partial_bytes(planned, dim);
+    std::byte* at = workspace + planned.partials + (head * (planned.parts + 1) + part) * partial_bytes(planned, dim);
     return {reinterpret_cast<detail::SoftmaxState*>(at), reinterpret_cast<float*>(at + rows * sizeof(detail::SoftmaxState))};
   }
 
@@ -332,11 +355,10 @@ class AttentionPlan {
       layer_state.tail_begin = planned.tail_begin;
       layer_state.length = planned.after;
       state.core->free_behind_window(*state.layer, layer_state);
-      planned.sequence->pending = nullptr;
       state.core->settle_reserve(*planned.sequence);
       state.core->account(*planned.sequence);
     }
-    state.armed = false;  // the counts of tasks stay: other threads may be reading them
+    state.unmark();  // the counts of tasks stay: other threads may be reading them
   }
 
   // tiles := tiles[dropped, dropped + kept) + fresh; the others are let go.
@@ -370,8 +392,8 @@ struct PlanAccess {
     state.layer = &core.layer(layer_index);
     Status status = set_params(state, params);
     if (status == Status::ok && !state.items.reserve(batch.size())) status = {Status::out_of_memory, "plan"};
-    // Appending items first, so that attend-only items of the same sequence find them.
     for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i) status = add(state, layer_index, batch[i], i);
+    if (status == Status::ok) status = mark_readers(state);
     if (status == Status::ok) status = check_inputs(state);
     if (status == Status::ok) status = schedule(state);
     if (status != Status::ok) state.drop();
@@ -384,7 +406,8 @@ struct PlanAccess {
   using Core = detail::CacheCore;
 
   static constexpr std::size_t kSplitTokens = 1024;  // tokens per split of a long context
-  static constexpr std::size_t kSplitRows = 64;      // items with at most so many rows per KV head are split
+  static constexpr std::size_t kMostParts = 32;      // parts of a long context that run on their own
+  static constexpr std::size_t kPartRows = 64;       // for items with at most so many rows per KV head
   static constexpr std::size_t kBlockRows = 32;      // rows per query block otherwise
 
   static bool copy(std::span<const float> from, Array<float>& to) noexcept {
@@ -415,7 +438,7 @@ struct PlanAccess {
 
   static Status check_rows(const ConstRows& rows, const char* data, const char* heads, const char* dims,
                            std::size_t expected_heads, std::size_t expected_dim) noexcept {
-    if (rows.data == nullptr) return {Status::bad_shape, data};
+    if (rows.data == nullptr || size_of(rows.type) == 0) return {Status::bad_shape, data};
     if (rows.heads != expected_heads) return Core::bad_shape(heads, expected_heads, rows.heads);
     if (rows.dim != expected_dim) return Core::bad_shape(dims, expected_dim, rows.dim);
     return {};
@@ -430,7 +453,7 @@ struct PlanAccess {
       return Core::bad_shape("values.tokens", item.keys.tokens, item.values.tokens);
     }
     if (item.keys.tokens > 0) {
-      if (sequence->pending != nullptr) {
+      if (sequence->is_planned()) {
         return {Status::bad_shape, sequence->pending == &state ? "sequence appears twice" : "pending plan"};
       }
       Status status = check_rows(item.keys, "keys.data", "keys.heads", "keys.dim", shape.kv_heads, shape.head_dim);
@@ -468,11 +491,22 @@ struct PlanAccess {
     if (item.keys.tokens > kMost - planned.before) return Core::bad_shape("keys.tokens", kMost, item.keys.tokens);
     planned.after = planned.before + item.keys.tokens;
     (void)state.items.push_back(planned);  // reserved
+    state.armed = true;
+    state.commit_tasks = 1;
     if (planned.appends()) {
       sequence->pending = &state;
       sequence->pending_item = index;
-      state.armed = true;
-      state.commit_tasks = 1;
+    }
+    return {};
+  }
+
+  // After all appending items are marked: the sequences that are only read. Another plan may read them too, none may append.
+  static Status mark_readers(State& state) noexcept {
+    for (Item& planned : state.items) {
+      if (planned.appends() || planned.sequence->pending == &state) continue;
+      if (planned.sequence->pending != nullptr) return {Status::bad_shape, "pending plan"};
+      planned.sequence->readers.fetch_add(1, std::memory_order_relaxed);
+      planned.reads = true;
     }
     return {};
   }
@@ -510,7 +544,7 @@ struct PlanAccess {
         if (const Status status = schedule_append(state, planned); status.code != Status::ok) return status;
       }
     }
-    std::size_t partial_bytes = 0;
+    std::size_t partial_bytes = 0, levels = 1;
     state.rows_per_block = 1;
     for (Item& planned : state.items) {
       planned.attend_task = state.attend_tasks;
@@ -533,23 +567,34 @@ struct PlanAccess {
       if (const Status status = check_held(state, planned, view); status.code != Status::ok) return status;
       const std::size_t rows = queries * planned.group;
       planned.first_split = view.first_entry() / state.split_entries;
-      planned.splits = (view.end_entry() + state.split_entries - 1) / state.split_entries - planned.first_split;
-      if (rows > kSplitRows && queries > 1) planned.splits = 0;
+      planned.end_split = (view.end_entry() + state.split_entries - 1) / state.split_entries;
+      const auto count_parts = [&] {
+        planned.first_part = planned.first_split >> planned.part_shift;
+        planned.parts = planned.end_split <= planned.first_split
+                            ? 0
+                            : ((planned.end_split - 1) >> planned.part_shift) - planned.first_part + 1;
+      };
+      count_parts();
+      while (planned.parts > kMostParts) ++planned.part_shift, count_parts();
+      if (rows > kPartRows && queries > 1) planned.parts = 0;
       std::size_t block_rows = rows;
-      if (planned.splits > 1) {
+      if (planned.parts > 1) {
         planned.partials = partial_bytes;
-        partial_bytes += layer.shape.kv_heads * (planned.splits + 1) * AttentionPlan::partial_bytes(planned, layer.shape.value_dim);
-        state.attend_tasks += layer.shape.kv_heads * (planned.splits + 1);
+        partial_bytes += layer.shape.kv_heads * (planned.parts + 1) * AttentionPlan::partial_bytes(planned, layer.shape.value_dim);
+        state.attend_tasks += layer.shape.kv_heads * (planned.parts + 1);
         state.merge_tasks += layer.shape.kv_heads;
+        levels = (std::max)(levels, std::size_t{planned.part_shift} + 1);
       } else {
         planned.queries_per_block = (std::min)(queries, (std::max)(kBlockRows / planned.group, std::size_t{1}));
         block_rows = planned.queries_per_block * planned.group;
         state.attend_tasks += layer.shape.kv_heads * AttentionPlan::block_count(planned);
+        levels = (std::max)(levels, static_cast<std::size_t>(std::bit_width(planned.end_split)) + 1);
       }
       state.rows_per_block = (std::max)(state.rows_per_block, block_rows);
     }
     detail::Carver measure(nullptr);
-    if (state.attend_tasks > 0) (void)detail::RowBlock::carve(layer, state.rows_per_block, measure);
+    state.tree_levels = levels;
+    if (state.attend_tasks > 0) (void)detail::RowBlock::carve(layer, state.rows_per_block, levels, measure);
     state.slot_bytes = layout::round_up((std::max)(measure.used(), state.encode_tasks > 0 ? layer.encode_scratch_bytes() : 0),
                                         detail::kCacheLine);
     state.slot_count = (std::min)((std::max)(state.attend_tasks, state.encode_tasks), detail::Slots::kMost);
@@ -590,8 +635,9 @@ struct PlanAccess {
     }
     const auto acquire = [&](unsigned size_class, std::size_t n) {
       for (std::size_t i = 0; i < n; ++i) {
-        detail::Block* block = state.core->take(*planned.sequence, size_class);
-        (void)state.blocks.push_back({block, size_class});  // null too: drop() counts them
+        bool from_reserve = false;
+        detail::Block* block = state.core->take(*planned.sequence, size_class, from_reserve);
+        (void)state.blocks.push_back({block, size_class, from_reserve});  // null too: drop() counts them
         if (block == nullptr) return false;
       }
       return true;
@@ -599,7 +645,7 @@ struct PlanAccess {
     // What drop() may find half done: pad with null.
     const bool enough = acquire(layer.page_class, planned.pages) &&
                         acquire(layer.tile_class, planned.first_tiles + planned.tail_tiles);
-    while (state.blocks.size() < planned.blocks + count) (void)state.blocks.push_back({nullptr, 0});
+    while (state.blocks.size() < planned.blocks + count) (void)state.blocks.push_back({nullptr, 0, false});
     if (!enough) return {Status::out_of_memory, "pages"};
     for (std::size_t i = 0; i < planned.pages; ++i) {
       detail::Block* page = state.blocks[planned.blocks + i].block;

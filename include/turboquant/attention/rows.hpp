@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include <turboquant/attention/batch.hpp>
 #include <turboquant/attention/view.hpp>
@@ -42,55 +43,6 @@ struct Partial {
   float* acc;            // [rows][value_dim]
 };
 
-// One row is one query head at one query position. Every number of a row depends on that row alone, so results do not depend
-// on how rows are grouped into blocks.
-struct RowBlock {
-  std::size_t rows = 0;
-  QueryBlock query;
-  float* factor;           // [rows]: unit * scale
-  RowRange* ranges;        // [rows]
-  std::ptrdiff_t* positions;
-  float* slopes;           // [rows]
-  float* logits;           // [rows][kChunk]
-  std::int16_t* weights;   // [rows][kChunk]
-  WeightSums* sums;        // [rows]
-  Partial split, coded, raw;
-  bfloat16* staging;       // [16][dim]
-  float* row;              // [dim]
-
-  static constexpr std::size_t kChunk = 256;     // tokens of the largest page
-  static constexpr std::size_t kRawChunk = 64;   // raw tokens per softmax step
-
-  static RowBlock carve(const Layer& layer, std::size_t rows, Carver& carver) {
-    const std::size_t key_dim = layer.shape.head_dim, value_dim = layer.shape.value_dim;
-    const std::size_t widest = (std::max)(key_dim, value_dim);
-    RowBlock b;
-    b.rows = rows;
-    b.query.rows = rows;
-    b.query.dim = key_dim;
-    b.query.plane_count = layer.operations->query_planes;
-    b.query.normal = carver.take<float>(rows * key_dim);
-    b.query.rotated = carver.take<float>(rows * key_dim);
-    b.query.planes = carver.take<std::int8_t>(rows * key_dim * b.query.plane_count);
-    b.query.step = carver.take<float>(rows);
-    b.query.unit = carver.take<float>(rows);
-    b.factor = carver.take<float>(rows);
-    b.ranges = carver.take<RowRange>(rows);
-    b.positions = carver.take<std::ptrdiff_t>(rows);
-    b.slopes = carver.take<float>(rows);
-    b.logits = carver.take<float>(rows * kChunk);
-    b.weights = carver.take<std::int16_t>(rows * kChunk);
-    b.sums = carver.take<WeightSums>(rows);
-    for (Partial* part : {&b.split, &b.coded, &b.raw}) {
-      part->states = carver.take<SoftmaxState>(rows);
-      part->acc = carver.take<float>(rows * value_dim);
-    }
-    b.staging = carver.take<bfloat16>(layout::kTileTokens * widest);
-    b.row = carver.take<float>(widest);
-    return b;
-  }
-};
-
 inline void clear(const Partial& part, std::size_t rows, std::size_t dim) {
   for (std::size_t r = 0; r < rows; ++r) part.states[r] = SoftmaxState{0, 0};
   std::memset(part.acc, 0, rows * dim * sizeof(float));
@@ -113,6 +65,94 @@ inline void fold(const Operations& ops, const Partial& to, const Partial& from, 
     a = {largest, fa * a.sum + fb * b.sum};
   }
 }
+
+// Partial results of splits, merged as a binary tree over their numbers: split 2i with 2i + 1, pair 2i with pair 2i + 1, ...
+// A missing half changes nothing, so the result does not depend on how many splits follow or on who merges which aligned part.
+struct FoldTree {
+  static constexpr std::size_t kMostLevels = 48;
+  Partial levels[kMostLevels];
+  bool used[kMostLevels] = {};
+
+  // Takes over the leaf's buffers and leaves it others.
+  void push(const Operations& ops, Partial& leaf, std::size_t number, std::size_t rows, std::size_t dim) {
+    std::size_t level = 0;
+    for (; number % 2 != 0; number /= 2, ++level) {
+      if (!used[level]) continue;
+      fold(ops, levels[level], leaf, rows, dim);
+      std::swap(levels[level], leaf);
+      used[level] = false;
+    }
+    std::swap(levels[level], leaf);
+    used[level] = true;
+  }
+
+  // The merged result; `empty` serves if there was no split.
+  Partial finish(const Operations& ops, const Partial& empty, std::size_t rows, std::size_t dim) {
+    const Partial* result = nullptr;
+    for (std::size_t level = 0; level < kMostLevels; ++level) {
+      if (!used[level]) continue;
+      if (result != nullptr) fold(ops, levels[level], *result, rows, dim);
+      result = &levels[level];
+    }
+    if (result != nullptr) return *result;
+    clear(empty, rows, dim);
+    return empty;
+  }
+};
+
+// One row is one query head at one query position. Every number of a row depends on that row alone, so results do not depend
+// on how rows are grouped into blocks.
+struct RowBlock {
+  std::size_t rows = 0;
+  QueryBlock query;
+  float* factor;           // [rows]: unit * scale
+  RowRange* ranges;        // [rows]
+  std::ptrdiff_t* positions;
+  float* slopes;           // [rows]
+  float* logits;           // [rows][kChunk]
+  std::int16_t* weights;   // [rows][kChunk]
+  WeightSums* sums;        // [rows]
+  Partial leaf, raw;
+  FoldTree tree;
+  bfloat16* staging;       // [16][dim]
+  float* row;              // [dim]
+
+  static constexpr std::size_t kChunk = 256;     // tokens of the largest page
+  static constexpr std::size_t kRawChunk = 64;   // raw tokens per softmax step
+
+  // `levels` of the tree are enough for split numbers below 2^(levels - 1).
+  static RowBlock carve(const Layer& layer, std::size_t rows, std::size_t levels, Carver& carver) {
+    const std::size_t key_dim = layer.shape.head_dim, value_dim = layer.shape.value_dim;
+    const std::size_t widest = (std::max)(key_dim, value_dim);
+    RowBlock b;
+    b.rows = rows;
+    b.query.rows = rows;
+    b.query.dim = key_dim;
+    b.query.plane_count = layer.operations->query_planes;
+    b.query.normal = carver.take<float>(rows * key_dim);
+    b.query.rotated = carver.take<float>(rows * key_dim);
+    b.query.planes = carver.take<std::int8_t>(rows * key_dim * b.query.plane_count);
+    b.query.step = carver.take<float>(rows);
+    b.query.unit = carver.take<float>(rows);
+    b.factor = carver.take<float>(rows);
+    b.ranges = carver.take<RowRange>(rows);
+    b.positions = carver.take<std::ptrdiff_t>(rows);
+    b.slopes = carver.take<float>(rows);
+    b.logits = carver.take<float>(rows * kChunk);
+    b.weights = carver.take<std::int16_t>(rows * kChunk);
+    b.sums = carver.take<WeightSums>(rows);
+    const auto take = [&](Partial& part) {
+      part.states = carver.take<SoftmaxState>(rows);
+      part.acc = carver.take<float>(rows * value_dim);
+    };
+    take(b.leaf);
+    take(b.raw);
+    for (std::size_t level = 0; level < levels; ++level) take(b.tree.levels[level]);
+    b.staging = carver.take<bfloat16>(layout::kTileTokens * widest);
+    b.row = carver.take<float>(widest);
+    return b;
+  }
+};
 
 // What all blocks of one item share.
 struct AttentionJob {
@@ -171,7 +211,9 @@ struct AttentionJob {
     if (params->softcap > 0) operations().soft_cap(logits, low, high, params->softcap);
     if (b.slopes[r] != 0) {
       for (std::size_t t = low; t < high; ++t) {
-        logits[t] += b.slopes[r] * static_cast<float>(origin + static_cast<std::ptrdiff_t>(t) - b.positions[r]);
+        const float bias = b.slopes[r] * static_cast<float>(origin + static_cast<std::ptrdiff_t>(t) - b.positions[r]);
+        logits[t] = (std::min)((std::max)(logits[t] + bias, std::numeric_limits<float>::lowest()),
+                               std::numeric_limits<float>::max());
       }
     }
     const bool fresh = !(to.states[r].sum > 0);
@@ -225,20 +267,26 @@ struct AttentionJob {
     attend_raw_range(b, kv_head, view.state->base, &RowRange::tail_low, &RowRange::tail_high, to);
   }
 
-  // The block's whole result: coded splits folded in order, then the raw part, then written out.
+  // The attention over the splits [begin, end) of `split_entries` entries each, numbered from `origin` in the tree.
+  Partial attend_splits(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, std::size_t origin,
+                        std::size_t split_entries) const {
+    const std::size_t dim = view.layer->shape.value_dim;
+    for (std::size_t s = begin; s < end; ++s) {
+      attend_entries(b, kv_head, (std::max)(s * split_entries, view.first_entry()),
+                     (std::min)((s + 1) * split_entries, view.end_entry()), b.leaf);
+      b.tree.push(operations(), b.leaf, s - origin, b.rows, dim);
+    }
+    return b.tree.finish(operations(), b.leaf, b.rows, dim);
+  }
+
+  // The block's whole result: coded splits, then the raw part, then written out.
   void attend_block(RowBlock& b, std::size_t kv_head, std::size_t query_begin, std::size_t query_end,
                     std::size_t split_entries) const {
     prepare(b, kv_head, query_begin, query_end);
-    const std::size_t dim = view.layer->shape.value_dim;
-    clear(b.coded, b.rows, dim);
-    const std::size_t end = view.end_entry();
-    for (std::size_t s = view.first_entry() / split_entries; s * split_entries < end; ++s) {
-      const std::size_t from = (std::max)(s * split_entries, view.first_entry());
-      attend_entries(b, kv_head, from, (std::min)((s + 1) * split_entries, end), b.split);
-      fold(operations(), b.coded, b.split, b.rows, dim);
-    }
+    const std::size_t end = (view.end_entry() + split_entries - 1) / split_entries;
+    const Partial coded = attend_splits(b, kv_head, view.first_entry() / split_entries, end, 0, split_entries);
     attend_raw(b, kv_head, b.raw);
-    finish(b.coded, b.raw, b.rows, kv_head, query_begin, b.row);
+    finish(coded, b.raw, b.rows, kv_head, query_begin, b.row);
   }
 
   // Rotates the coded part back, adds the raw part, lets sinks take part, divides, writes.

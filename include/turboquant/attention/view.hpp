@@ -18,6 +18,7 @@ struct SequenceView {
   std::size_t first_tokens = 0;
   std::size_t before = 0, after = 0;   // tokens before and after the append
   std::size_t coded_end = 0;           // codes after the append: [held_begin, coded_end)
+  std::size_t tail_begin = 0;          // raw rows after the append: [tail_begin, after)
   ConstRows keys{}, values{};          // rows of the positions [before, after)
   Block* const* new_pages = nullptr;   // pages coded in this call, from state->coded_end() on
 
@@ -34,10 +35,11 @@ struct SequenceView {
             static_cast<std::uint32_t>(rule->page_tokens)};
   }
 
-  // A query at p reads codes up to here. Raw rows before tail_begin are gone, so a query that comes later than the call which
-  // appended its position reads codes instead.
+  // A query at p reads codes up to here. Does the query come later than the call which appended its position, old raw rows
+  // are gone (or go with this call's append) and it reads codes instead.
   std::size_t coded_for(std::size_t p) const {
-    return (std::min)((std::max)(rule->coded(state->base, p + 1), state->tail_begin), coded_end);
+    const std::size_t coded = rule->coded(state->base, p + 1);
+    return (std::min)(p < before ? (std::max)(coded, tail_begin) : coded, coded_end);
   }
 
   // Copies one raw row, rounded to bf16. Requires position < first_tokens or position >= tail_begin.

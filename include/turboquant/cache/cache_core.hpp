@@ -95,7 +95,7 @@ class CacheCore {
     }
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       for_each_block(child->layers[l], [](Block* block) { block->retain(); });
-      shorten(child->layers[l], length);
+      shorten(*child, l, length);
     }
     return adopt(child, created);
   }
@@ -104,7 +104,7 @@ class CacheCore {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
     if (const Status status = check_shorten(*sequence, length); status.code != Status::ok) return status;
-    for (std::size_t l = 0; l < layers_.size(); ++l) shorten(sequence->layers[l], length);
+    for (std::size_t l = 0; l < layers_.size(); ++l) shorten(*sequence, l, length);
     return {};
   }
 
@@ -137,6 +137,7 @@ class CacheCore {
     if (needed == nullptr) return {Status::out_of_memory, "reserve"};
     constexpr std::size_t kMost = std::size_t{1} << 48;
     if (tokens > kMost) return {Status::out_of_memory, "reserve", as_signed(kMost), -1};
+    if (tokens == 0) return {};
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
       const std::size_t length = state.length + tokens;
@@ -202,7 +203,7 @@ class CacheCore {
     bool enough = static_cast<bool>(scratch) && fresh.reserve(pages);
     for (std::size_t l = 0; enough && l < layers_.size(); ++l) {
       for (std::size_t i = pages_to_seal(sequence->layers[l]); enough && i > 0; --i) {
-        Block* block = take(*sequence, layers_[l].page_class);
+        Block* block = pool_.acquire(layers_[l].page_class);  // a reserve is for tokens to come
         enough = block != nullptr && fresh.push_back(block);
       }
     }
@@ -213,7 +214,7 @@ class CacheCore {
     std::size_t next = 0;
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       const std::size_t count = pages_to_seal(sequence->layers[l]);
-      seal(layers_[l], sequence->layers[l], {fresh.data() + next, count}, scratch.get());
+      seal(*sequence, l, {fresh.data() + next, count}, scratch.get());
       next += count;
     }
     account(*sequence);
@@ -222,7 +223,7 @@ class CacheCore {
 
   void release(SequenceId id) noexcept {
     Sequence* sequence = table_.find(id);
-    if (sequence == nullptr || sequence->pending != nullptr) return;
+    if (sequence == nullptr || sequence->is_planned()) return;
     sequence = table_.remove(id);
     if (sequence != nullptr) destroy(sequence);
   }
@@ -245,6 +246,7 @@ class CacheCore {
       const Rows& rows = side == Side::key ? keys : values;
       if (rows.tokens == 0) continue;
       if (rows.data == nullptr) return bad_shape(side == Side::key ? "keys.data" : "values.data", 1, 0);
+      if (size_of(rows.type) == 0) return {Status::bad_shape, side == Side::key ? "keys.type" : "values.type"};
       if (rows.heads != layer.shape.kv_heads) return bad_shape(side == Side::key ? "keys.heads" : "values.heads", layer.shape.kv_heads, rows.heads);
       if (rows.dim != layer.dim(side)) return bad_shape(side == Side::key ? "keys.dim" : "values.dim", layer.dim(side), rows.dim);
       if (begin > state.length || rows.tokens > state.length - begin) {
@@ -286,26 +288,27 @@ class CacheCore {
   // ---- for the attention plan ----------------------------------------------------------------------------------------
 
   // A block of the class, from what the sequence reserved or else from the pool; null: out of memory.
-  Block* take(Sequence& sequence, unsigned size_class) noexcept {
+  Block* take(Sequence& sequence, unsigned size_class, bool& from_reserve) noexcept {
     Array<Block*>& reserved = sequence.reserved[size_class];
-    if (reserved.empty()) return pool_.acquire(size_class);
+    from_reserve = !reserved.empty();
+    if (!from_reserve) return pool_.acquire(size_class);
     Block* block = reserved.back();
     reserved.erase(reserved.size() - 1, reserved.size());
     return block;
   }
 
-  // Puts an unused block back where take() would find it first.
+  // Puts a block into the reserve, or the pool if that has no room for it.
   void give_back(Sequence& sequence, unsigned size_class, Block* block) noexcept {
     Array<Block*>& reserved = sequence.reserved[size_class];
     if (reserved.size() == reserved.capacity() || !reserved.push_back(block)) pool_.release(block);
   }
 
-  // Lets go of a tile that left the tail: into the sequence's reserve as long as that has promises to keep.
-  void recycle(Sequence& sequence, const LayerState& state, unsigned size_class, Block* tile) noexcept {
-    if (state.length < state.reserved_length && tile->is_exclusive()) {
-      give_back(sequence, size_class, tile);
+  // Lets go of a block of a layer: into the sequence's reserve as long as that has promises to keep.
+  void recycle(Sequence& sequence, const LayerState& state, unsigned size_class, Block* block) noexcept {
+    if (state.length < state.reserved_length && block->is_exclusive()) {
+      give_back(sequence, size_class, block);
     } else {
-      pool_.release(tile);
+      pool_.release(block);
     }
   }
 
@@ -314,7 +317,9 @@ class CacheCore {
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       if (sequence.layers[l].length < sequence.layers[l].reserved_length) return;
     }
-    for (unsigned c = 0; c < pool_.class_count(); ++c) cut_tiles(sequence.reserved[c], 0);
+    for (unsigned c = 0; c < pool_.class_count(); ++c) {
+      while (!sequence.reserved[c].empty()) release_last(sequence.reserved[c]);
+    }
   }
 
   // Frees whole pages that no query of the sequence, shortened by rollback_tokens, can see.
@@ -345,7 +350,7 @@ class CacheCore {
   Status mutable_sequence(SequenceId id, Sequence*& sequence) const noexcept {
     sequence = table_.find(id);
     if (sequence == nullptr) return {Status::unknown_sequence, "sequence"};
-    if (sequence->pending != nullptr) return {Status::bad_shape, "pending plan"};
+    if (sequence->is_planned()) return {Status::bad_shape, "pending plan"};
     return {};
   }
 
@@ -458,44 +463,49 @@ class CacheCore {
   }
 
   // Shortens one layer. Exact where the raw rows that the shorter sequence needs are still there.
-  void shorten(LayerState& state, std::size_t length) noexcept {
+  void shorten(Sequence& sequence, std::size_t index, std::size_t length) noexcept {
+    LayerState& state = sequence.layers[index];
     if (length == state.length) return;
     const std::size_t first = config_.first_tokens;
     const std::size_t coded = rule_.coded(state.base, length);
+    state.length = length;
     if (length <= first) {
-      cut_entries(state, 0);
+      cut_entries(sequence, index, 0);
       state.base = state.tail_begin = state.held_begin = first;
       state.dropped_entries = 0;
     } else if (length >= state.base && coded >= state.tail_begin) {
-      cut_entries(state, coded);
+      cut_entries(sequence, index, coded);
     } else {
       state.base = (std::min)(length, state.tail_begin);
-      cut_entries(state, state.base);
+      cut_entries(sequence, index, state.base);
       if (state.tail_begin > state.base) {
-        cut_tiles(state.tail, 0);
+        cut_tiles(sequence, index, state.tail, 0);
         state.tail_begin = state.base;
       }
     }
-    cut_tiles(state.tail, tiles(saturating_subtract(length, state.tail_begin)));
-    cut_tiles(state.first_tiles, tiles((std::min)(length, first)));
-    state.length = length;
+    cut_tiles(sequence, index, state.tail, tiles(saturating_subtract(length, state.tail_begin)));
+    cut_tiles(sequence, index, state.first_tiles, tiles((std::min)(length, first)));
   }
 
   // Drops what lies at or behind position `end`.
-  void cut_entries(LayerState& state, std::size_t end) noexcept {
+  void cut_entries(Sequence& sequence, std::size_t index, std::size_t end) noexcept {
+    LayerState& state = sequence.layers[index];
     while (!state.entries.empty() && state.entries.back().end() > end) {
       Entry& last = state.entries.back();
       if (last.begin < end) {
         last.count = static_cast<std::uint32_t>(end - last.begin);
         return;
       }
-      pool_.release(last.page);
+      recycle(sequence, state, layers_[index].page_class, last.page);
       state.entries.erase(state.entries.size() - 1, state.entries.size());
     }
   }
 
-  void cut_tiles(Array<Block*>& blocks, std::size_t count) noexcept {
-    while (blocks.size() > count) release_last(blocks);
+  void cut_tiles(Sequence& sequence, std::size_t index, Array<Block*>& blocks, std::size_t count) noexcept {
+    while (blocks.size() > count) {
+      recycle(sequence, sequence.layers[index], layers_[index].tile_class, blocks.back());
+      blocks.erase(blocks.size() - 1, blocks.size());
+    }
   }
 
   static std::size_t tiles(std::size_t tokens) { return layout::round_up(tokens, layout::kTileTokens) / layout::kTileTokens; }
@@ -543,7 +553,9 @@ class CacheCore {
     return layout::round_up(saturating_subtract(state.length, coded), rule_.page_tokens) / rule_.page_tokens;
   }
 
-  void seal(const Layer& layer, LayerState& state, std::span<Block* const> pages, std::byte* scratch) noexcept {
+  void seal(Sequence& sequence, std::size_t index, std::span<Block* const> pages, std::byte* scratch) noexcept {
+    const Layer& layer = layers_[index];
+    LayerState& state = sequence.layers[index];
     std::size_t begin = rule_.coded(state.base, state.length);
     for (Block* page : pages) {
       const std::size_t count = (std::min)(rule_.page_tokens, state.length - begin);
@@ -560,7 +572,7 @@ class CacheCore {
       begin += count;
     }
     if (state.length > config_.first_tokens) {
-      cut_tiles(state.tail, 0);
+      cut_tiles(sequence, index, state.tail, 0);
       state.base = state.tail_begin = state.length;
     }
     free_behind_window(layer, state);

@@ -7,6 +7,7 @@
 #include <turboquant/codec/codec.hpp>
 #include <turboquant/codec/polar_quant.hpp>
 #include <turboquant/codec/scalar_quant.hpp>
+#include <turboquant/codec/trellis_quant.hpp>
 #include <turboquant/kernels/portable.hpp>
 #include <turboquant/layout/page.hpp>
 
@@ -21,9 +22,10 @@ struct Format {
   static constexpr std::uint32_t id = std::uint32_t{Key::id} << 16 | Value::id;
 };
 
-/// The recommended pair at each width.
-using TQ2 = Format<PolarQuant<2>, PolarQuant<2>>;
-using TQ3 = Format<PolarQuant<3>, PolarQuant<3>>;
+/// The recommended pair at each width: the least error at 2 and 3 bits; at 4 and 8 bits plain levels, which are small enough in
+/// error there and the fastest to read. docs/accuracy.md has the measurements.
+using TQ2 = Format<TrellisQuant<2>, TrellisQuant<2>>;
+using TQ3 = Format<TrellisQuant<3>, TrellisQuant<3>>;
 using TQ4 = Format<PolarQuant<4>, PolarQuant<4>>;
 using TQ8 = Format<PolarQuant<8>, PolarQuant<8>>;
 

@@ -52,7 +52,8 @@ class KVCache {
   /// out_of_memory.
   Status seal(SequenceId sequence) noexcept { return core_.seal(sequence); }
 
-  /// Ends a sequence; its id is stale from now on. Unknown ids are ignored.
+  /// Ends a sequence; its id is stale from now on. Unknown ids are ignored, and so are sequences of a pending plan: drop that
+  /// first.
   void release(SequenceId sequence) noexcept { core_.release(sequence); }
 
   /// Committed tokens: the minimum over the layers. 0 for an unknown sequence.

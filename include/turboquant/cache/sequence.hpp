@@ -73,7 +73,10 @@ struct Sequence {
   std::unique_ptr<Array<Block*>[]> reserved;  // per size class: blocks set aside by reserve()
   const void* pending = nullptr;              // the plan that appends to this sequence
   std::size_t pending_item = 0;               // its item there
+  std::atomic<std::uint32_t> readers{0};      // plans that read this sequence and have not ended
   std::size_t accounted_bytes = 0;            // what the cache's total of table bytes holds for this sequence
+
+  bool is_planned() const { return pending != nullptr || readers.load(std::memory_order_acquire) != 0; }
 };
 
 // Sequences by id. Look-up takes no lock; slots never move.

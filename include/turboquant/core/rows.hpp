@@ -201,10 +201,10 @@ inline void store_row(const Rows& rows, std::size_t token, std::size_t head, con
     }
 }
 
-/// True if every element of the row is finite and at most 2^120 in magnitude after rounding to bfloat16: below that no
-/// scale and no mean of a page overflows. Requires token < rows.tokens, head < rows.heads.
+/// True if every element of the row is finite and at most 2^96 in magnitude after rounding to bfloat16: below that neither
+/// the scales and means of a page overflow nor the sums of attention over 2^26 tokens. Requires token < rows.tokens, head < rows.heads.
 [[nodiscard]] inline bool is_storable_row(const ConstRows& rows, std::size_t token, std::size_t head) noexcept {
-    return detail::is_row_at_most<true>(rows, token, head, (120u + 127u) << 7);
+    return detail::is_row_at_most<true>(rows, token, head, (96u + 127u) << 7);
 }
 
 /// True if no element of the row is infinite or NaN. Requires token < rows.tokens, head < rows.heads.

@@ -43,8 +43,8 @@ struct CodedPart {
   const std::uint8_t* fragments = nullptr;
 };
 
-/// Queries of one block, prepared: q[r] = unit[r] * normal[r], |normal| in [2^-11, 2^-10) at its largest coordinate, so that
-/// no dot product with a stored key (at most 2^120) overflows.
+/// Queries of one block, prepared: q[r] = unit[r] * normal[r], |normal| in [1, 4) at its largest coordinate, so that no dot
+/// product with a stored key (at most 2^96) overflows.
 struct QueryBlock {
   std::size_t rows = 0, dim = 0;
   float* normal = nullptr;        ///< [rows][dim], not rotated: for raw keys

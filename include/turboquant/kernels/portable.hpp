@@ -85,7 +85,7 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     const float zero = part.zero_points != nullptr ? to_float(part.zero_points[token]) : 0.0f;
     std::int16_t levels[layout::kFragmentCodes];
     for (std::size_t group = 0; group < groups; ++group) {
-      unpack(fragment_at(side, part, codes, tile, group), codes, side == layout::Side::key ? group == 0 : tile == 0, levels);
+      unpack(fragment_at(side, part, codes, tile, group), codes, history_of(side, part, codes, tile, group), levels);
       for (std::size_t c = 0; c < 16; ++c) {
         const std::size_t at = side == layout::Side::key ? c * 16 + token % 16 : token % 16 * 16 + c;
         out[group * 16 + c] += scale * static_cast<float>(levels[at]) + zero;
@@ -100,10 +100,7 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     float* normal = block.normal + r * block.dim;
     float* rotated = block.rotated + r * block.dim;
     std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
-    const float back = normalize(q, block.dim, normal);
-    constexpr float kSmall = 0x1p-11f;  // sums of 1024 products with keys of 2^120 stay finite
-    for (std::size_t i = 0; i < block.dim; ++i) normal[i] *= kSmall;
-    block.unit[r] = saturate(back / kSmall);
+    block.unit[r] = normalize(q, block.dim, normal);
     rotate(rotation, normal, rotated);
     float largest = 0;
     for (std::size_t i = 0; i < block.dim; ++i) largest = (std::max)(largest, std::abs(rotated[i]));
@@ -141,7 +138,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
         const std::size_t rows = (std::min)(kRows, row_end - first);
         std::int32_t sums[kRows][16] = {};
         for (std::size_t group = 0; group < groups; ++group) {
-          unpack(fragment_at(layout::Side::key, part, codes, tile, group), codes, group == 0, levels);
+          unpack(fragment_at(layout::Side::key, part, codes, tile, group), codes,
+                 history_of(layout::Side::key, part, codes, tile, group), levels);
           for (std::size_t r = 0; r < rows; ++r) {
             const std::int8_t* plane = block.planes + (first + r) * block.plane_count * block.dim + group * 16;
             for (std::size_t c = 0; c < 16; ++c) {
@@ -177,11 +175,14 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
 
   // ---- softmax -------------------------------------------------------------------------------------------------------
 
-  /// logit -> cap tanh(logit / cap), for [begin, end).
+  /// logit -> cap tanh(logit / cap), for [begin, end). Relative error below 1e-6.
   static void soft_cap(float* logits, std::size_t begin, std::size_t end, float cap) {
     for (std::size_t t = begin; t < end; ++t) {
-      const float e = exp_negative(-2.0f * std::abs(logits[t] / cap));
-      const float magnitude = cap * ((1.0f - e) / (1.0f + e));
+      const float x = std::abs(logits[t] / cap), x2 = x * x;
+      const float e = exp_negative(-2.0f * x);
+      // Near zero 1 - e cancels; there four terms of the series do.
+      const float small = x * (1.0f - x2 * (1.0f / 3 - x2 * (2.0f / 15 - x2 * (17.0f / 315))));
+      const float magnitude = cap * (x < 0.2f ? small : (1.0f - e) / (1.0f + e));
       logits[t] = logits[t] < 0 ? -magnitude : magnitude;
     }
   }
@@ -245,7 +246,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
       for (std::size_t group = 0; group < groups; ++group) {
         std::int32_t acc[kRows][16] = {};
         for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
-          unpack(fragment_at(layout::Side::value, part, codes, tile, group), codes, tile == 0, levels);
+          unpack(fragment_at(layout::Side::value, part, codes, tile, group), codes,
+                 history_of(layout::Side::value, part, codes, tile, group), levels);
           for (std::size_t r = 0; r < set; ++r) {
             if (!(sums[first + r].coefficient > 0)) continue;
             for (std::size_t t = 0; t < 16; ++t) {
@@ -403,10 +405,24 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
                                 layout::fragment_bytes(Codes::bits);
   }
 
+  // The last 16 bytes of the fragment before, which codes with a memory continue. A tile of keys and the whole section of values
+  // are closed: the last fragment comes before the first.
+  template <class Codes>
+  static const std::uint8_t* history_of(layout::Side side, const CodedPart& part, const Codes&, std::size_t tile,
+                                        std::size_t group) {
+    const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16;
+    const std::size_t index = fragment_index(side, tile, group, tiles, groups);
+    std::size_t end = index;
+    if (side == layout::Side::key && group == 0) end = index + groups;
+    if (side == layout::Side::value && index == 0) end = tiles * groups;
+    return part.fragments + end * layout::fragment_bytes(Codes::bits) - 16;
+  }
+
   // levels[16 * depth + lane]: depth is the coordinate of a key fragment, the token of a value fragment. The fields are those
   // of layout/fragment.hpp, written out per width; a test compares the two.
   template <unsigned B>
-  static void unpack(const std::uint8_t* fragment, const LevelCodes<B>& codes, bool /*first*/, std::int16_t* levels) {
+  static void unpack(const std::uint8_t* fragment, const LevelCodes<B>& codes, const std::uint8_t* /*history*/,
+                     std::int16_t* levels) {
     for (std::size_t lane = 0; lane < 16; ++lane) {
       for (std::size_t b = 0; b < 4; ++b) {
         const std::size_t i = lane * 4 + b;

@@ -167,7 +167,7 @@ struct PortableEncoders {
     zero_point = to_bfloat16(lowest);
     double best = -1;
     for (int shrink = 0; shrink < (search && B < 8 ? 11 : 1); ++shrink) {
-      const double width = range * (1.0 - 0.05 * shrink);
+      const double width = opaque(range * ((20 - shrink) / 20.0));  // a product that meets a subtraction below
       const bfloat16 stored = bfloat16_at_least(static_cast<float>(width / static_cast<double>(kSteps)));
       const float scale = to_float(stored);
       if (!(scale > 0)) break;
@@ -230,6 +230,14 @@ struct PortableEncoders {
     double unit;
     std::int64_t energy;  // sum of fixed^2
   };
+
+  // Keeps a product from being fused with a following addition.
+  static double opaque(double x) {
+#if defined(__GNUC__)
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+  }
 
   // Nearest integer, ties to even, for |x| < 2^22 (2^51): the addition leaves the integer in the low bits.
   static std::int32_t round_even(float x) {
