@@ -195,8 +195,8 @@ struct AttentionJob {
       const std::size_t token = begin + r / group, head = kv_head * group + r % group;
       load_row(item->queries, token, head, b.row);
       operations().prepare_query(view.layer->key_rotation, b.row, b.query, r);
-      b.factor[r] = (std::min)(b.query.unit[r] * scale, std::numeric_limits<float>::max());
-      if (b.factor[r] < 0) b.factor[r] = (std::max)(b.factor[r], std::numeric_limits<float>::lowest());
+      b.factor[r] = (std::min)(b.query.unit[r] * scale, (std::numeric_limits<float>::max)());
+      if (b.factor[r] < 0) b.factor[r] = (std::max)(b.factor[r], (std::numeric_limits<float>::lowest)());
       b.positions[r] = position + static_cast<std::ptrdiff_t>(token);
       b.ranges[r] = range(b.positions[r]);
       b.slopes[r] = params->alibi_slopes.empty() ? 0.0f : params->alibi_slopes[head];
@@ -212,8 +212,8 @@ struct AttentionJob {
     if (b.slopes[r] != 0) {
       for (std::size_t t = low; t < high; ++t) {
         const float bias = b.slopes[r] * static_cast<float>(origin + static_cast<std::ptrdiff_t>(t) - b.positions[r]);
-        logits[t] = (std::min)((std::max)(logits[t] + bias, std::numeric_limits<float>::lowest()),
-                               std::numeric_limits<float>::max());
+        logits[t] = (std::min)((std::max)(logits[t] + bias, (std::numeric_limits<float>::lowest)()),
+                               (std::numeric_limits<float>::max)());
       }
     }
     const bool fresh = !(to.states[r].sum > 0);

@@ -19,7 +19,8 @@ struct EncodeOptions {
   bool search = true;  ///< search the scale on a grid before rounding: less error, same decoder
 };
 
-/// Where an encoder writes one side of one KV head of a page. All of it is written: unused tokens get zero scales and codes.
+/// Where an encoder writes one side of one KV head of a page. All of it is written. Unused tokens get zero
+/// scales; their codes are a function of the rows too, and part of a trellis code of values.
 struct CodedTarget {
   std::size_t dim = 0;
   std::size_t page_tokens = 0;

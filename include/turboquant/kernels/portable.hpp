@@ -181,8 +181,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
       const float x = std::abs(logits[t] / cap), x2 = x * x;
       const float e = exp_negative(-2.0f * x);
       // Near zero 1 - e cancels; there four terms of the series do.
-      const float small = x * (1.0f - x2 * (1.0f / 3 - x2 * (2.0f / 15 - x2 * (17.0f / 315))));
-      const float magnitude = cap * (x < 0.2f ? small : (1.0f - e) / (1.0f + e));
+      const float series = x * (1.0f - x2 * (1.0f / 3 - x2 * (2.0f / 15 - x2 * (17.0f / 315))));
+      const float magnitude = cap * (x < 0.2f ? series : (1.0f - e) / (1.0f + e));
       logits[t] = logits[t] < 0 ? -magnitude : magnitude;
     }
   }

@@ -223,7 +223,8 @@ struct PortableEncoders {
   static constexpr std::size_t kMaxRow = 1024;  // coordinates
 
   // Scales tried around sqrt(mean of x^2), as multiples of it.
-  static constexpr double kSearchGrid[] = {1.0, 0.94, 1.06, 0.88, 1.12, 0.82, 1.18, 0.76, 1.24};
+  static constexpr double kSearchGrid[] = {1.0,  0.96, 1.04, 0.92, 1.08, 0.88, 1.12, 0.84,
+                                           1.16, 0.80, 1.20, 0.76, 1.24, 0.72, 1.28};
 
   // A row in 15-bit fixed point: x = fixed * unit, exactly up to rounding to the nearest integer.
   struct Fixed {

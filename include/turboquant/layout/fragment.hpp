@@ -28,6 +28,11 @@ inline constexpr std::size_t kSlotCodes = 64;
 
 enum class Side : std::uint8_t { key, value };
 
+// Trellis codes of width B (kernels/portable_trellis.hpp) take the same bytes: 2 halves x B planes x 16 bytes. In half h, lane t
+// makes the word W = sum over i of n_i << B (7 - i), n_i the new bits of depth 8 h + i; plane p, byte t = byte B - 1 - p of W. A
+// window of 8 bits slides over history << 8 B | W; the history of a half is the plane before it, the last plane of the sequence
+// for its first half: sequences are closed.
+
 // Bytes of a packed fragment of `bits`-wide codes (1, 2, 3, 4 or 8).
 constexpr std::size_t fragment_bytes(unsigned bits) { return 32u * bits; }
 
