@@ -1,10 +1,11 @@
 // Measures what each format does to real keys, values and queries: size, errors, attention.
-#include "eval/accuracy.hpp"
-#include "eval/baselines.hpp"
-#include "eval/cached_formats.hpp"
+#include "eval/layer_plan.hpp"
 #include "eval/layer_set.hpp"
-#include "eval/progress_bar.hpp"
+#include "eval/measurement.hpp"
+#include "eval/plot.hpp"
 #include "eval/report.hpp"
+#include "eval/study.hpp"
+#include "eval/suggestion.hpp"
 
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
@@ -24,10 +25,13 @@ constexpr int kMeasurementFailed = 1, kBadInput = 2;
 
 struct Arguments {
   std::vector<std::filesystem::path> inputs;
-  std::filesystem::path json;
+  std::filesystem::path json, plot;
   CacheSettings settings;
   std::vector<unsigned> layers;
-  bool is_quiet = false, shows_layers = false, draws_queries = false;
+  bool is_quiet = false, shows_layers = false, draws_queries = false, studies = false, suggests = false;
+  double error_limit = kErrorLimit;
+  std::string plan;
+  ModelShape model{32, 8, 128, 128, 8};
 };
 
 void declare(CLI::App& app, Arguments& arguments) {
@@ -36,6 +40,7 @@ void declare(CLI::App& app, Arguments& arguments) {
                  "keys and values [kv_heads, tokens, head_dim], queries [heads, tokens, head_dim]. "
                  "Without any: the sample in the repository");
   app.add_option("--json", arguments.json, "write the same numbers to this file");
+  app.add_option("--plot", arguments.plot, "draw errors against true bits into this SVG file");
   app.add_option("--page-tokens", arguments.settings.page_tokens, "tokens per page")->capture_default_str();
   app.add_option("--seed", arguments.settings.seed, "of the rotation")->capture_default_str();
   app.add_option("--layers", arguments.layers, "only these layers, such as 0,3")
@@ -44,66 +49,47 @@ void declare(CLI::App& app, Arguments& arguments) {
   app.add_flag("--per-layer", arguments.shows_layers, "print the errors of each layer too");
   app.add_flag("--synthetic-queries", arguments.draws_queries, "draw queries for layers that have none");
   app.add_flag("--quiet", arguments.is_quiet, "print nothing but errors");
+
+  app.add_flag("--study", arguments.studies,
+               "instead of the table: page sizes and bits of centres, value codecs, and keys with an offset");
+  app.add_flag("--suggest", arguments.suggests,
+               "instead of the table: bits of centres and a format for each layer, by a rule printed with them");
+  app.add_option("--error-limit", arguments.error_limit, "of --suggest: the largest error of keys and of values")
+      ->capture_default_str();
+
+  auto* plan = app.add_option("--plan", arguments.plan,
+                              "instead of the table: the bits of each layer of a model and their true average. "
+                              "8, 4, 3 or 2; conservative (first and last tenth of the layers at 8 bits, the rest "
+                              "at 4); aggressive (3 bits); or such as {\"layers.0\": 8, \"default\": 4}");
+  app.add_option("--layers-count", arguments.model.layers, "of --plan: layers of the model")
+      ->capture_default_str()
+      ->needs(plan);
+  app.add_option("--kv-heads", arguments.model.kv_heads, "of --plan")->capture_default_str()->needs(plan);
+  app.add_option("--head-dim", arguments.model.head_dim, "of --plan")->capture_default_str()->needs(plan);
+  app.footer(
+      "Errors are energies relative to that of the exact keys (less their mean over tokens, which softmax ignores),\n"
+      "values and outputs: sums over the coded tokens and all heads of a layer, then the mean over layers. KL and\n"
+      "top-1 are means over queries, then over layers.");
 }
 
-std::vector<Subject> store_all(const LayerTensors& tensors, const ExactLayer& layer, const CacheSettings& settings,
-                               ProgressBar& bar) {
-  std::vector<Subject> subjects{subject_f16(layer)};
-  for (const CachedFormat& format : cached_formats()) {
-    subjects.push_back(format.store(tensors, layer, settings));
-    bar.advance();
-  }
-  subjects.push_back(subject_q8_0(layer));
-  subjects.push_back(subject_q4_0(layer));
-  return subjects;
+int print_plan(const Arguments& arguments) {
+  ModelShape model = arguments.model;
+  model.value_dim = model.head_dim;
+  const LayerPlan plan = layer_plan(arguments.plan, model);
+  fmt::print("{}", describe(plan, arguments.settings.page_tokens));
+  return 0;
 }
 
-// Means over layers, once the last layer is in.
-void finish(FormatReport& format, double f16_bytes, double coordinates) {
-  format.accuracy = mean(format.layers);
-  format.compression = f16_bytes / format.bytes_per_token;
-  format.bits_per_coordinate /= coordinates;
-}
-
-Report measure(const Arguments& arguments, const LayerSet& layers) {
-  Report report{arguments.inputs, arguments.settings, false, {}, {}};
-  std::vector<ExactLayer> exact;
-  std::size_t steps = 0;
-  for (const auto& [number, tensors] : layers) {
-    ExactLayer& layer = exact.emplace_back(exact_layer(tensors));
-    if (layer.heads == 0 && arguments.draws_queries) {
-      draw_queries(layer, arguments.settings.seed + number);
-      report.has_drawn_queries = true;
-    }
-    report.layers.push_back({number, layer.tokens, layer.kv_heads, layer.heads, layer.head_dim, layer.value_dim,
-                             layer.key_rounding, layer.value_rounding});
-    steps += cached_formats().size() + query_blocks(layer);
+int print_table(const Arguments& arguments, const LayerSet& layers) {
+  Report report = measure(layers, arguments.settings, arguments.draws_queries, !arguments.is_quiet);
+  report.inputs = arguments.inputs;
+  if (!arguments.is_quiet) {
+    fmt::print("{}", table(report));
+    if (arguments.shows_layers) fmt::print("{}", layer_table(report));
   }
-  ProgressBar bar(steps, !arguments.is_quiet);
-  double coordinates = 0;
-  auto tensors = layers.begin();
-  for (const ExactLayer& layer : exact) {
-    const std::vector<Subject> subjects = store_all((tensors++)->second, layer, arguments.settings, bar);
-    const std::vector<Accuracy> accuracies = compare(layer, subjects, [&] { bar.advance(); });
-    report.formats.resize(subjects.size());
-    coordinates += static_cast<double>(layer.coordinates());
-    for (std::size_t i = 0; i < subjects.size(); ++i) {
-      FormatReport& format = report.formats[i];
-      format.name = subjects[i].format;
-      format.bits_per_coordinate += subjects[i].bits_per_coordinate * static_cast<double>(layer.coordinates());
-      format.bytes_per_token += subjects[i].bytes_per_token;
-      format.layers.push_back(accuracies[i]);
-    }
-  }
-  for (FormatReport& format : report.formats) {
-    finish(format, 2 * coordinates, coordinates);
-    for (std::size_t i = 0; i < format.layers.size(); ++i) {
-      if (format.layers[i].coded_tokens > 0) continue;
-      throw MeasurementError(fmt::format("{}: no token of layer {} was coded: all keys and values read back exactly",
-                                         format.name, report.layers[i].number));
-    }
-  }
-  return report;
+  if (!arguments.json.empty()) write_json(report, arguments.json);
+  if (!arguments.plot.empty()) write_plot(report, arguments.plot);
+  return 0;
 }
 
 int run(int argc, char** argv) {
@@ -119,23 +105,25 @@ int run(int argc, char** argv) {
     fmt::print(stderr, "turboquant_eval: {}\n", why);
     return kBadInput;
   }
+  if (!arguments.plan.empty()) return print_plan(arguments);
   const bool is_sample = arguments.inputs.empty();
   if (is_sample) {
     arguments.inputs.emplace_back(TURBOQUANT_SOURCE_DIR "/examples/data/qkv-sample.safetensors");
   }
   const LayerSet layers =
       read_layers(arguments.inputs, std::set<unsigned>(arguments.layers.begin(), arguments.layers.end()));
-  const Report report = measure(arguments, layers);
-  if (!arguments.is_quiet) {
-    fmt::print("{}", table(report));
-    if (is_sample) {
-      fmt::print(
-          "The sample is of a small model with tame keys (10-20 % of their energy is common to all tokens, no\n"
-          "outlier channels): it flatters every format. Measure your own model's.\n");
-    }
-    if (arguments.shows_layers) fmt::print("{}", layer_table(report));
+  if (arguments.studies) {
+    fmt::print("{}", study(layers, arguments.settings, !arguments.is_quiet));
+  } else if (arguments.suggests) {
+    fmt::print("{}", describe(suggest(layers, arguments.settings, arguments.error_limit), arguments.error_limit));
+  } else {
+    print_table(arguments, layers);
   }
-  if (!arguments.json.empty()) write_json(report, arguments.json);
+  if (is_sample && !arguments.is_quiet) {
+    fmt::print(
+        "The sample is of a small model with tame keys (10-20 % of their energy is common to all tokens, no\n"
+        "outlier channels): it flatters every format. Measure your own model's.\n");
+  }
   return 0;
 }
 
@@ -145,6 +133,9 @@ int main(int argc, char** argv) {
   try {
     return run(argc, argv);
   } catch (const turboquant_eval::FileError& error) {
+    fmt::print(stderr, "turboquant_eval: {}\n", error.what());
+    return kBadInput;
+  } catch (const turboquant_eval::PlanError& error) {
     fmt::print(stderr, "turboquant_eval: {}\n", error.what());
     return kBadInput;
   } catch (const std::exception& error) {

@@ -85,8 +85,7 @@ struct Weights {
 
 // Running sums of one subject over the queries of a layer.
 struct QuerySums {
-  std::vector<double> error, energy;  // [heads]
-  double kl = 0, agreements = 0, queries = 0;
+  double error = 0, energy = 0, kl = 0, agreements = 0, queries = 0;
 };
 
 class QueryComparison {
@@ -96,10 +95,6 @@ class QueryComparison {
     for (Weights* weights : {&exact_, &coded_}) {
       weights->logits.resize(layer.tokens);
       weights->out.resize(layer.value_dim);
-    }
-    for (QuerySums& sums : sums_) {
-      sums.error.assign(layer.heads, 0.0);
-      sums.energy.assign(layer.heads, 0.0);
     }
     logits_.resize(subjects.size());
     outs_.resize(subjects.size());
@@ -123,7 +118,7 @@ class QueryComparison {
         for (std::size_t s = 0; s < subjects_.size(); ++s) {
           if (subjects_[s].keys.empty() || subjects_[s].is_coded[first + i] == 0) continue;
           attend(s, i, first + i, head);
-          add(sums_[s], head, visible);
+          add(sums_[s], visible);
         }
       }
     }
@@ -132,9 +127,7 @@ class QueryComparison {
   void finish(std::size_t subject, Accuracy& accuracy) const {
     const QuerySums& sums = sums_[subject];
     if (sums.queries == 0) return;
-    double error = 0;
-    for (std::size_t head = 0; head < layer_.heads; ++head) error += ratio(sums.error[head], sums.energy[head]);
-    accuracy.output_error = error / static_cast<double>(layer_.heads);
+    if (!subjects_[subject].values.empty()) accuracy.output_error = ratio(sums.error, sums.energy);
     accuracy.kl = sums.kl / sums.queries;
     accuracy.top1 = sums.agreements / sums.queries;
   }
@@ -146,6 +139,7 @@ class QueryComparison {
     if (!subjects_[s].attend) {
       coded_.score(layer_.query(head, position), subjects_[s].keys.data() + kv_head * layer_.tokens * layer_.head_dim,
                    visible, layer_.head_dim);
+      if (subjects_[s].values.empty()) return;
       coded_.accumulate(subjects_[s].values.data() + kv_head * layer_.tokens * dim, visible, dim);
       return;
     }
@@ -157,10 +151,10 @@ class QueryComparison {
     for (std::size_t i = 0; i < dim; ++i) coded_.out[i] = static_cast<double>(out[i]);
   }
 
-  void add(QuerySums& sums, std::size_t head, std::size_t visible) const {
+  void add(QuerySums& sums, std::size_t visible) const {
     for (std::size_t i = 0; i < exact_.out.size(); ++i) {
-      sums.error[head] += square(coded_.out[i] - exact_.out[i]);
-      sums.energy[head] += square(exact_.out[i]);
+      sums.error += square(coded_.out[i] - exact_.out[i]);
+      sums.energy += square(exact_.out[i]);
     }
     for (std::size_t j = 0; j < visible; ++j) {
       const double log_weight = exact_.logits[j] - exact_.log_sum;
@@ -177,23 +171,28 @@ class QueryComparison {
   Weights exact_, coded_;
 };
 
+// Error energy of decoded [kv_heads][tokens][dim] relative to the energy, all heads together.
+double relative_error(const std::vector<float>& decoded, const std::vector<float>& exact, std::size_t kv_heads,
+                      std::size_t tokens, const std::vector<char>& is_coded, bool is_centred) {
+  const std::size_t count = exact.size() / kv_heads, dim = count / tokens;
+  double error = 0, reference = 0;
+  for (std::size_t head = 0; head < kv_heads; ++head) {
+    const float* rows = exact.data() + head * count;
+    error += energy(decoded.data() + head * count, rows, tokens, dim, is_coded, is_centred);
+    reference += energy(rows, nullptr, tokens, dim, is_coded, is_centred);
+  }
+  return ratio(error, reference);
+}
+
 Accuracy compare_rows(const ExactLayer& layer, const Subject& subject) {
   Accuracy accuracy;
   accuracy.coded_tokens =
       static_cast<std::size_t>(std::count(subject.is_coded.begin(), subject.is_coded.end(), char{1}));
   if (subject.keys.empty() || accuracy.coded_tokens == 0) return accuracy;
-  double key_error = 0, value_error = 0;
-  for (std::size_t head = 0; head < layer.kv_heads; ++head) {
-    const float *key = layer.key(head, 0), *value = layer.value(head, 0);
-    const float* decoded_key = subject.keys.data() + head * layer.tokens * layer.head_dim;
-    const float* decoded_value = subject.values.data() + head * layer.tokens * layer.value_dim;
-    key_error += ratio(energy(decoded_key, key, layer.tokens, layer.head_dim, subject.is_coded, true),
-                       energy(key, nullptr, layer.tokens, layer.head_dim, subject.is_coded, true));
-    value_error += ratio(energy(decoded_value, value, layer.tokens, layer.value_dim, subject.is_coded, false),
-                         energy(value, nullptr, layer.tokens, layer.value_dim, subject.is_coded, false));
-  }
-  accuracy.key_error = key_error / static_cast<double>(layer.kv_heads);
-  accuracy.value_error = value_error / static_cast<double>(layer.kv_heads);
+  accuracy.key_error = relative_error(subject.keys, layer.keys, layer.kv_heads, layer.tokens, subject.is_coded, true);
+  if (subject.values.empty()) return accuracy;
+  accuracy.value_error =
+      relative_error(subject.values, layer.values, layer.kv_heads, layer.tokens, subject.is_coded, false);
   return accuracy;
 }
 

@@ -11,7 +11,8 @@
 
 namespace turboquant_eval {
 
-/// Means over heads. Sums run over coded tokens only: T of them, keys k, decoded keys k', errors e = k' - k.
+/// Sums run over the coded tokens of all heads of a layer, so that a head counts by its energy: keys k, decoded keys
+/// k', errors e = k' - k; mean e and mean k are those of a head.
 struct Accuracy {
   static constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
   std::size_t coded_tokens = 0;
@@ -22,8 +23,9 @@ struct Accuracy {
   double top1 = kUnknown;          // share of queries whose largest weight is on the right token
 };
 
-/// Compares each subject with the layer. Query figures stay unknown for a layer without queries, all figures for a
-/// subject that cannot store it. `advance` is called once per block of queries (query_blocks(layer) times).
+/// Compares each subject with the layer. Query figures stay unknown for a layer without queries, those of values
+/// and outputs for a subject without values, all figures for one that cannot store the layer. `advance` is called once
+/// per block of queries (query_blocks(layer) times).
 std::vector<Accuracy> compare(const ExactLayer& layer, std::span<const Subject> subjects,
                               const std::function<void()>& advance = {});
 

@@ -1,19 +1,28 @@
-// f16, q8_0 and q4_0.
+// Rounding whole layers with the formats of others.
 #include "baselines.hpp"
+
+#include <turboquant/codec/qjl.hpp>
+#include <turboquant/kernels/portable.hpp>
+#include <turboquant/transform/rotation.hpp>
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <memory>
+#include <utility>
 
 namespace turboquant_eval {
 namespace {
 
 float as_f16(float number) { return turboquant::to_float(turboquant::to_half(number)); }
 
-using RoundRow = void (*)(std::span<float>);
+using RoundRow = std::function<void(std::span<float>)>;
 
 // Rounds numbers [heads][tokens][dim] token by token.
 std::vector<float> rounded(const std::vector<float>& numbers, std::size_t heads, std::size_t tokens, std::size_t dim,
-                           RoundRow round_row) {
+                           const RoundRow& round_row) {
   std::vector<float> result(numbers.size()), row(heads * dim);
   for (std::size_t token = 0; token < tokens; ++token) {
     for (std::size_t head = 0; head < heads; ++head) {
@@ -29,17 +38,64 @@ std::vector<float> rounded(const std::vector<float>& numbers, std::size_t heads,
   return result;
 }
 
-Subject subject(const char* format, double bits, std::size_t block, RoundRow round_row, const ExactLayer& layer) {
+// `key_bits` and `value_bits` include everything.
+Subject sized(std::string format, double key_bits, double value_bits, const ExactLayer& layer) {
   Subject result;
-  result.format = format;
-  result.bits_per_coordinate = bits;
-  result.bytes_per_token = bits * static_cast<double>(layer.coordinates()) / 8;
+  result.format = std::move(format);
+  result.key_bits = key_bits;
+  result.value_bits = value_bits;
+  const auto keys = static_cast<double>(layer.head_dim), values = static_cast<double>(layer.value_dim);
+  result.bits_per_coordinate = (key_bits * keys + value_bits * values) / (keys + values);
+  result.bytes_per_token = result.bits_per_coordinate * static_cast<double>(layer.coordinates()) / 8;
   result.is_coded.assign(layer.tokens, 1);
+  return result;
+}
+
+// Keys and values in rows of whole blocks.
+Subject in_blocks(const char* format, double bits, std::size_t block, const ExactLayer& layer,
+                  const RoundRow& round_keys, const RoundRow& round_values) {
+  Subject result = sized(format, bits, bits, layer);
   if (layer.kv_heads * layer.head_dim % block == 0 && layer.kv_heads * layer.value_dim % block == 0) {
-    result.keys = rounded(layer.keys, layer.kv_heads, layer.tokens, layer.head_dim, round_row);
-    result.values = rounded(layer.values, layer.kv_heads, layer.tokens, layer.value_dim, round_row);
+    result.keys = rounded(layer.keys, layer.kv_heads, layer.tokens, layer.head_dim, round_keys);
+    result.values = rounded(layer.values, layer.kv_heads, layer.tokens, layer.value_dim, round_values);
   }
   return result;
+}
+
+using RotateRow = void (*)(const turboquant::kernels::RotationView&, const float*, float*);
+
+void rotate_heads(std::span<float> row, const turboquant::Rotation& rotation, RotateRow rotate) {
+  const std::size_t dim = rotation.dim(), order = turboquant::base_order(dim);
+  const turboquant::kernels::RotationView view{dim, rotation.signs(), turboquant::base_matrix(order), order};
+  for (std::size_t begin = 0; begin < row.size(); begin += dim) rotate(view, row.data() + begin, row.data() + begin);
+}
+
+RoundRow rotated_q4_0(std::uint64_t seed, std::size_t dim) {
+  using Kernels = turboquant::kernels::Portable;
+  return [rotation = turboquant::Rotation(seed, dim)](std::span<float> row) {
+    rotate_heads(row, rotation, &Kernels::rotate);
+    round_q4_0(row);
+    rotate_heads(row, rotation, &Kernels::rotate_back);
+  };
+}
+
+template <unsigned B>
+void decode_turbo_prod(const ExactLayer& layer, std::uint64_t seed, std::vector<float>& keys) {
+  const turboquant::TurboProd<B> codec(seed, layer.head_dim);
+  std::vector<typename turboquant::TurboProd<B>::Query> units(layer.head_dim);
+  std::vector<float> unit(layer.head_dim);
+  for (std::size_t i = 0; i < layer.head_dim; ++i) {
+    unit[i] = 1;
+    codec.prepare(unit.data(), units[i]);
+    unit[i] = 0;
+  }
+  const auto code = std::make_unique<typename turboquant::TurboProd<B>::Code>();
+  keys.resize(layer.keys.size());
+  for (std::size_t row = 0; row < keys.size(); row += layer.head_dim) {
+    codec.encode(layer.keys.data() + row, *code);
+    code->residual_norm = turboquant::to_float(turboquant::to_bfloat16(code->residual_norm));
+    for (std::size_t i = 0; i < layer.head_dim; ++i) keys[row + i] = codec.estimate(units[i], *code);
+  }
 }
 
 }  // namespace
@@ -69,8 +125,72 @@ void round_q4_0(std::span<float> numbers) {
   }
 }
 
-Subject subject_f16(const ExactLayer& layer) { return subject("f16", 16, 1, round_f16, layer); }
-Subject subject_q8_0(const ExactLayer& layer) { return subject("q8_0", 8.5, kBlock, round_q8_0, layer); }
-Subject subject_q4_0(const ExactLayer& layer) { return subject("q4_0", 4.5, kBlock, round_q4_0, layer); }
+void round_min_max(std::span<float> group, unsigned bits) {
+  const auto [least, most] = std::minmax_element(group.begin(), group.end());
+  const float last = static_cast<float>((1U << bits) - 1);
+  const float zero = as_f16(*least), step = as_f16((*most - *least) / last), inverse = step > 0 ? 1 / step : 0;
+  for (float& x : group) x = zero + step * std::clamp(std::round((x - zero) * inverse), 0.0F, last);
+}
+
+double min_max_bits(unsigned bits, std::size_t count, std::size_t group) {
+  const std::size_t groups = (count + group - 1) / group;
+  return bits + 32 * static_cast<double>(groups) / static_cast<double>(count);
+}
+
+Subject subject_f16(const ExactLayer& layer) { return in_blocks("f16", 16, 1, layer, round_f16, round_f16); }
+
+Subject subject_q8_0(const ExactLayer& layer) { return in_blocks("q8_0", 8.5, kBlock, layer, round_q8_0, round_q8_0); }
+
+Subject subject_q4_0(const ExactLayer& layer) { return in_blocks("q4_0", 4.5, kBlock, layer, round_q4_0, round_q4_0); }
+
+Subject subject_rotated_q4_0(const ExactLayer& layer, std::uint64_t seed) {
+  return in_blocks("q4_0, rotated", 4.5, kBlock, layer, rotated_q4_0(seed, layer.head_dim),
+                   rotated_q4_0(seed, layer.value_dim));
+}
+
+Subject subject_kivi(const ExactLayer& layer, unsigned bits, std::size_t key_group) {
+  Subject result =
+      sized(fmt::format("KIVI-{}, {} tokens", bits, key_group), min_max_bits(bits, layer.tokens, key_group),
+            min_max_bits(bits, layer.value_dim, kBlock), layer);
+  result.keys = layer.keys;
+  std::vector<float> channel;
+  for (std::size_t head = 0; head < layer.kv_heads; ++head) {
+    float* keys = result.keys.data() + head * layer.tokens * layer.head_dim;
+    for (std::size_t first = 0; first < layer.tokens; first += key_group) {
+      channel.resize((std::min)(key_group, layer.tokens - first));
+      for (std::size_t i = 0; i < layer.head_dim; ++i) {
+        for (std::size_t t = 0; t < channel.size(); ++t) channel[t] = keys[(first + t) * layer.head_dim + i];
+        round_min_max(channel, bits);
+        for (std::size_t t = 0; t < channel.size(); ++t) keys[(first + t) * layer.head_dim + i] = channel[t];
+      }
+    }
+  }
+  result.values = layer.values;
+  for (std::size_t row = 0; row < result.values.size(); row += layer.value_dim) {
+    for (std::size_t i = 0; i < layer.value_dim; i += kBlock) {
+      round_min_max(std::span(result.values).subspan(row + i, (std::min)(kBlock, layer.value_dim - i)), bits);
+    }
+  }
+  return result;
+}
+
+Subject subject_turbo_prod(const ExactLayer& layer, unsigned bits, std::uint64_t seed) {
+  Subject result;
+  result.format = fmt::format("TurboProd{}, keys", bits);
+  result.key_bits = result.bits_per_coordinate = bits + 32 / static_cast<double>(layer.head_dim);
+  result.bytes_per_token = result.key_bits * static_cast<double>(layer.kv_heads * layer.head_dim) / 8;
+  result.is_coded.assign(layer.tokens, 1);
+  bits == 4 ? decode_turbo_prod<4>(layer, seed, result.keys) : decode_turbo_prod<3>(layer, seed, result.keys);
+  return result;
+}
+
+std::vector<Subject> baselines(const ExactLayer& layer, std::uint64_t seed) {
+  std::vector<Subject> result{subject_q8_0(layer), subject_q4_0(layer), subject_rotated_q4_0(layer, seed)};
+  for (const std::size_t group : {kBlock, 4 * kBlock}) {
+    for (const unsigned bits : {4U, 3U, 2U}) result.push_back(subject_kivi(layer, bits, group));
+  }
+  for (const unsigned bits : {4U, 3U}) result.push_back(subject_turbo_prod(layer, bits, seed));
+  return result;
+}
 
 }  // namespace turboquant_eval

@@ -1,17 +1,65 @@
 // Storing a layer in KVCache and attending to it there.
 #include "cached_formats.hpp"
 
+#include <turboquant/layout/page.hpp>
+#include <turboquant/turboquant.hpp>
+
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <memory>
+#include <utility>
 
 namespace turboquant_eval {
 namespace {
 
 using turboquant::ConstRows;
 using turboquant::Rows;
+
+// All pairs are formats of one cache type, so that the container is compiled once.
+template <class Key, class Value>
+struct Pair {
+  using Format = turboquant::Format<Key, Value>;
+  static std::string name() {
+    const std::string key = Key::name, value = Value::name;
+    return key == value ? key : key + "/" + value;
+  }
+  static turboquant::layout::PageShape page_shape(const turboquant::LayerShape& layer, std::size_t page_tokens) {
+    return {page_tokens,
+            layer.kv_heads,
+            layer.center_bits,
+            {layer.head_dim, Key::bits, false},
+            {layer.value_dim, Value::bits, Value::zero_points}};
+  }
+};
+
+template <class F>
+using PairOf = Pair<typename F::key_codec, typename F::value_codec>;
+
+template <class... P>
+struct Pairs {
+  using Cache = turboquant::KVCache<typename P::Format...>;
+  static constexpr std::uint32_t ids[] = {P::Format::id...};
+  static constexpr std::string (*names[])() = {&P::name...};
+  static constexpr turboquant::layout::PageShape (*page_shapes[])(const turboquant::LayerShape&,
+                                                                  std::size_t) = {&P::page_shape...};
+};
+
+template <unsigned B>
+using Polar = turboquant::PolarQuant<B>;
+template <unsigned B>
+using Scalar = turboquant::ScalarQuant<B>;
+template <unsigned B>
+using Trellis = turboquant::TrellisQuant<B>;
+
+using List =
+    Pairs<PairOf<turboquant::TQ8>, PairOf<turboquant::TQ4>, PairOf<turboquant::TQ3>, PairOf<turboquant::TQ2>,
+          Pair<Polar<8>, Polar<8>>, Pair<Polar<4>, Polar<4>>, Pair<Polar<3>, Polar<3>>, Pair<Polar<2>, Polar<2>>,
+          Pair<Trellis<4>, Trellis<4>>, Pair<Trellis<3>, Trellis<3>>, Pair<Trellis<2>, Trellis<2>>,
+          Pair<Polar<4>, Scalar<4>>, Pair<Polar<3>, Scalar<3>>, Pair<Polar<2>, Scalar<2>>, Pair<Polar<4>, Polar<3>>>;
+constexpr const char* kRecommended[] = {"TQ8", "TQ4", "TQ3", "TQ2"};  // the first pairs of the list
 
 turboquant::CacheConfig config_of(const turboquant::LayerShape& shape, const CacheSettings& settings) {
   turboquant::CacheConfig config;
@@ -23,7 +71,6 @@ turboquant::CacheConfig config_of(const turboquant::LayerShape& shape, const Cac
 }
 
 // A cache of one layer with one sequence in it.
-template <class F>
 class CachedLayer {
  public:
   CachedLayer(const std::string& name, const turboquant::LayerShape& shape, const CacheSettings& settings)
@@ -68,7 +115,7 @@ class CachedLayer {
   }
 
   std::string name_;
-  turboquant::KVCache<F> cache_;
+  List::Cache cache_;
   turboquant::SequenceId sequence_;
 };
 
@@ -82,17 +129,25 @@ View head_major(T* numbers, std::size_t tokens, std::size_t heads, std::size_t d
 }
 
 // Cost of one full page: zeros are stored in as many bytes as anything else.
-template <class F>
 void measure_page(Subject& subject, const turboquant::LayerShape& shape, const ExactLayer& layer,
                   const CacheSettings& settings) {
   const std::vector<float> zeros(settings.page_tokens * layer.kv_heads * (std::max)(layer.head_dim, layer.value_dim));
-  CachedLayer<F> page(subject.format, shape, settings);
+  CachedLayer page(subject.format, shape, settings);
   page.append(ConstRows(zeros.data(), settings.page_tokens, layer.kv_heads, layer.head_dim),
               ConstRows(zeros.data(), settings.page_tokens, layer.kv_heads, layer.value_dim));
   page.seal();
   const turboquant::MemoryUse use = page.memory();
   subject.bits_per_coordinate = use.bits_per_coordinate;
   subject.bytes_per_token = static_cast<double>(use.page_bytes) / static_cast<double>(settings.page_tokens);
+
+  // Keys and values each pay for half of the header.
+  const auto at = turboquant::layout::page_layout(List::page_shapes[shape.format](shape, settings.page_tokens));
+  const double header = static_cast<double>(at.header_bytes) / static_cast<double>(2 * layer.kv_heads);
+  const auto bits = [&](std::size_t bytes, std::size_t dim) {
+    return 8 * (static_cast<double>(bytes) + header) / static_cast<double>(settings.page_tokens * dim);
+  };
+  subject.key_bits = bits(at.key.end, layer.head_dim);
+  subject.value_bits = bits(at.value.end - at.key.end, layer.value_dim);
 }
 
 // A raw token reads back bit for bit; a coded one does not. Asked of the numbers, not of the cache's own accounts.
@@ -114,20 +169,48 @@ std::vector<char> find_coded(const ExactLayer& layer, const Subject& subject) {
   return is_coded;
 }
 
-template <class F>
-Subject store(const std::string& name, std::uint8_t center_bits, const LayerTensors& tensors, const ExactLayer& layer,
+}  // namespace
+
+std::string why_invalid(const CacheSettings& settings) {
+  return turboquant::why_invalid(config_of(turboquant::LayerShape{}, settings), 1);
+}
+
+std::vector<CachedFormat> cached_formats() {
+  std::vector<CachedFormat> formats;
+  for (std::size_t i = 0; i < std::size(kRecommended); ++i) formats.push_back({kRecommended[i], i, 8});
+  for (std::size_t i = 0; i < std::size(kRecommended); ++i) {
+    formats.push_back({kRecommended[i] + std::string(", not centred"), i, 0});
+  }
+  for (std::size_t i = std::size(kRecommended); i < std::size(List::ids); ++i) {
+    const auto* const end = List::ids + std::size(kRecommended);
+    if (std::find(List::ids, end, List::ids[i]) == end) formats.push_back({List::names[i](), i, 8});
+  }
+  return formats;
+}
+
+CachedFormat cached_format(std::string_view codecs, unsigned center_bits) {
+  for (std::size_t i = 0; i < std::size(List::ids); ++i) {
+    if (codecs == List::names[i]() || (i < std::size(kRecommended) && codecs == kRecommended[i])) {
+      return {std::string(codecs), i, center_bits};
+    }
+  }
+  throw MeasurementError(fmt::format("{}: no such pair of codecs", codecs));
+}
+
+Subject store(const CachedFormat& format, const LayerTensors& tensors, const ExactLayer& layer,
               const CacheSettings& settings) {
   turboquant::LayerShape shape;
   shape.kv_heads = static_cast<std::uint32_t>(layer.kv_heads);
   shape.head_dim = static_cast<std::uint32_t>(layer.head_dim);
   shape.value_dim = static_cast<std::uint32_t>(layer.value_dim);
-  shape.center_bits = center_bits;
+  shape.format = static_cast<std::uint32_t>(format.pair);
+  shape.center_bits = static_cast<std::uint8_t>(format.center_bits);
 
   Subject subject;
-  subject.format = name;
-  measure_page<F>(subject, shape, layer, settings);
+  subject.format = format.name;
+  measure_page(subject, shape, layer, settings);
 
-  const auto cached = std::make_shared<CachedLayer<F>>(name, shape, settings);
+  const auto cached = std::make_shared<CachedLayer>(format.name, shape, settings);
   cached->append(tensors.keys.rows(), tensors.values.rows());
   cached->seal();
   subject.keys.resize(layer.keys.size());
@@ -142,34 +225,6 @@ Subject store(const std::string& name, std::uint8_t center_bits, const LayerTens
     cached->attend(queries, first, logits, Rows(out, count, layer.heads, layer.value_dim));
   };
   return subject;
-}
-
-template <class F>
-CachedFormat cached_format(const std::string& name, std::uint8_t center_bits) {
-  return {name,
-          [name, center_bits](const LayerTensors& tensors, const ExactLayer& layer, const CacheSettings& settings) {
-            return store<F>(name, center_bits, tensors, layer, settings);
-          }};
-}
-
-}  // namespace
-
-std::string why_invalid(const CacheSettings& settings) {
-  return turboquant::why_invalid(config_of(turboquant::LayerShape{}, settings), 1);
-}
-
-std::vector<CachedFormat> cached_formats() {
-  using namespace turboquant;
-  using FourThree = Format<PolarQuant<4>, PolarQuant<3>>;
-  return {cached_format<TQ8>("TQ8", 8),
-          cached_format<TQ4>("TQ4", 8),
-          cached_format<TQ3>("TQ3", 8),
-          cached_format<TQ2>("TQ2", 8),
-          cached_format<TQ8>("TQ8, not centred", 0),
-          cached_format<TQ4>("TQ4, not centred", 0),
-          cached_format<TQ3>("TQ3, not centred", 0),
-          cached_format<TQ2>("TQ2, not centred", 0),
-          cached_format<FourThree>("keys 4, values 3", 8)};
 }
 
 }  // namespace turboquant_eval

@@ -1,7 +1,9 @@
 // Widening tensors, rounding them to bf16, and drawing queries.
 #include "exact_layer.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numbers>
 #include <random>
 
@@ -79,9 +81,26 @@ ExactLayer exact_layer(const LayerTensors& tensors) {
   return layer;
 }
 
-void draw_queries(ExactLayer& layer, std::uint64_t seed) {
-  layer.heads = layer.kv_heads;
-  layer.queries.resize(layer.keys.size());
+LayerTensors with_offset(const LayerTensors& tensors, double deviations) {
+  LayerTensors result = tensors;
+  std::vector<float> keys = widened(tensors.keys);
+  double sum = 0, squares = 0;
+  for (const float x : keys) {
+    sum += static_cast<double>(x);
+    squares += static_cast<double>(x) * static_cast<double>(x);
+  }
+  const auto count = static_cast<double>(keys.size());
+  const double deviation = std::sqrt((std::max)(squares - sum * sum / count, 0.0) / count);
+  for (float& x : keys) x += static_cast<float>(deviations * deviation);
+  result.keys.type = turboquant::DType::f32;
+  result.keys.bytes.resize(keys.size() * sizeof(float));
+  std::memcpy(result.keys.bytes.data(), keys.data(), result.keys.bytes.size());
+  return result;
+}
+
+void draw_queries(ExactLayer& layer, std::uint64_t seed, std::size_t heads_per_kv_head) {
+  layer.heads = layer.kv_heads * heads_per_kv_head;
+  layer.queries.resize(layer.keys.size() * heads_per_kv_head);
   const double deviation = centred_rms(layer);
   // std::normal_distribution differs between standard libraries; the generator does not.
   std::mt19937_64 generator(seed);

@@ -28,9 +28,13 @@ struct ExactLayer {
 
 ExactLayer exact_layer(const LayerTensors& tensors);
 
-/// Gives a layer without queries one query head per KV head, drawn from a normal distribution whose deviation is the
-/// root mean square of the centred keys. Such queries know nothing of the model: their figures compare formats, but
-/// say little about outputs of a real model. `seed` and the layer's shape decide the numbers.
-void draw_queries(ExactLayer& layer, std::uint64_t seed);
+/// The same layer with a constant added to every number of the keys: `deviations` times the standard deviation of all
+/// of them. Exact attention ignores it. Keys become float32; exact_layer() and caches then round them to bf16.
+LayerTensors with_offset(const LayerTensors& tensors, double deviations);
+
+/// Gives a layer without queries `heads_per_kv_head` query heads per KV head, drawn from a normal distribution whose
+/// deviation is the root mean square of the centred keys. Such queries know nothing of the model: their figures compare
+/// formats, but say little about outputs of a real model. `seed` and the layer's shape decide the numbers.
+void draw_queries(ExactLayer& layer, std::uint64_t seed, std::size_t heads_per_kv_head = 1);
 
 }  // namespace turboquant_eval

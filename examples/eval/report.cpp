@@ -70,11 +70,11 @@ ordered_json as_json(const Accuracy& accuracy) {
 }
 
 std::string error_columns(const Report& report, const char* title, double Accuracy::*error) {
-  std::string text = fmt::format("\n{:<18}", title);
+  std::string text = fmt::format("\n{:<20}", title);
   for (const LayerReport& layer : report.layers) text += fmt::format("  layer {:>3}", layer.number);
   text += '\n';
   for (const FormatReport& format : report.formats) {
-    text += fmt::format("{:<18}", format.name);
+    text += fmt::format("{:<20}", format.name);
     for (const Accuracy& layer : format.layers) text += fmt::format("  {:>9}", number(layer.*error, "{:.3g}"));
     text += '\n';
   }
@@ -89,13 +89,13 @@ std::string table(const Report& report) {
   std::string text = fmt::format("{}\n", fmt::join(names, ", "));
   text += describe_layers(report) + describe_coded(report);
   if (report.has_drawn_queries) text += "queries: drawn at random, not a model's\n";
-  text += fmt::format("\n{:<18}{:>8}{:>10}{:>9}{:>11}{:>11}{:>11}{:>11}{:>9}\n", "format", "bits", "bytes per",
+  text += fmt::format("\n{:<20}{:>8}{:>10}{:>9}{:>11}{:>11}{:>11}{:>11}{:>9}\n", "format", "bits", "bytes per",
                       "smaller", "key", "value", "output", "KL of", "top-1");
-  text += fmt::format("{:<18}{:>8}{:>10}{:>9}{:>11}{:>11}{:>11}{:>11}{:>9}\n", "", "per num", "token", "than f16",
+  text += fmt::format("{:<20}{:>8}{:>10}{:>9}{:>11}{:>11}{:>11}{:>11}{:>9}\n", "", "per num", "token", "than f16",
                       "error", "error", "error", "weights", "same");
   for (const FormatReport& format : report.formats) {
     const Accuracy& accuracy = format.accuracy;
-    text += fmt::format("{:<18}{:>8.3f}{:>10.0f}{:>8.2f}x{:>11}{:>11}{:>11}{:>11}{:>9}\n", format.name,
+    text += fmt::format("{:<20}{:>8.3f}{:>10.0f}{:>8.2f}x{:>11}{:>11}{:>11}{:>11}{:>9}\n", format.name,
                         format.bits_per_coordinate, format.bytes_per_token, format.compression,
                         number(accuracy.key_error, "{:.3g}"), number(accuracy.value_error, "{:.3g}"),
                         number(accuracy.output_error, "{:.3g}"), number(accuracy.kl, "{:.3g}"),
@@ -107,10 +107,10 @@ std::string table(const Report& report) {
     values += layer.value_rounding / static_cast<double>(report.layers.size());
   }
   text += fmt::format(
-      "\nBits and bytes are those of full pages with everything in them, bytes for all layers of the input together.\n"
-      "Errors are energies relative to that of the exact keys (centred), values and outputs. Exact is what is left "
-      "after\n"
-      "rounding to bf16, which costs {:.2g} (keys) and {:.2g} (values).\n",
+      "\nBits and bytes are those of full pages with everything in them, of KIVI those of this many tokens, of\n"
+      "TurboProd those of keys alone; bytes are for all layers of the input together. Errors are energies relative to\n"
+      "that of the exact keys (centred), values and outputs, pooled over the heads of a layer, then averaged over\n"
+      "layers. Exact is what is left after rounding to bf16, which costs {:.2g} (keys) and {:.2g} (values).\n",
       keys, values);
   return text;
 }
@@ -140,6 +140,8 @@ void write_json(const Report& report, const std::filesystem::path& file) {
   for (const FormatReport& format : report.formats) {
     ordered_json entry = {{"format", format.name},
                           {"bits_per_coordinate", format.bits_per_coordinate},
+                          {"key_bits", format.key_bits},
+                          {"value_bits", format.value_bits},
                           {"bytes_per_token", format.bytes_per_token},
                           {"compression", format.compression}};
     entry.update(as_json(format.accuracy));

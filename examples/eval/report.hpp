@@ -18,11 +18,12 @@ struct LayerReport {
 
 struct FormatReport {
   std::string name;
-  double bits_per_coordinate = 0;  // over all layers
-  double bytes_per_token = 0;      // all layers together
-  double compression = 0;          // bytes in f16 / bytes
-  Accuracy accuracy;               // mean over layers
-  std::vector<Accuracy> layers;    // in the order of Report::layers
+  double bits_per_coordinate = 0;       // of what is stored, over all layers
+  double key_bits = 0, value_bits = 0;  // the same for keys and values alone; unknown: not stored
+  double bytes_per_token = 0;           // all layers together
+  double compression = 0;               // bits in f16 / bits
+  Accuracy accuracy;                    // mean over layers
+  std::vector<Accuracy> layers;         // in the order of Report::layers
 };
 
 struct Report {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -16,12 +17,15 @@ class MeasurementError : public std::runtime_error {
 };
 
 struct Subject {
+  static constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
   std::string format;
-  double bits_per_coordinate = 0;  // of a full page, everything included
-  double bytes_per_token = 0;      // of a full page: all KV heads, keys and values
-  std::vector<float> keys;         // decoded, [kv_heads][tokens][head_dim]; empty: this format cannot store the layer
-  std::vector<float> values;       // decoded, [kv_heads][tokens][value_dim]
-  std::vector<char> is_coded;      // [tokens]
+  // Of full pages, everything included, unless the format says otherwise.
+  double key_bits = kUnknown, value_bits = kUnknown;  // per coordinate of keys and of values; unknown: not stored
+  double bits_per_coordinate = 0;                     // of what is stored
+  double bytes_per_token = 0;                         // all KV heads, of what is stored
+  std::vector<float> keys;     // decoded, [kv_heads][tokens][head_dim]; empty: this format cannot store the layer
+  std::vector<float> values;   // decoded, [kv_heads][tokens][value_dim]; empty: nor these, or it is for keys only
+  std::vector<char> is_coded;  // [tokens]
 
   /// Attention of the queries at positions first .. first + count - 1, the code under test doing the work:
   /// logits [count][heads][tokens], unscaled, and out [count][heads][value_dim]. Empty: attention on the decoded

@@ -1,7 +1,8 @@
 // A named tensor read from a file, and the error that tells what is wrong with a file.
 #pragma once
 
-#include <turboquant/turboquant.hpp>
+#include <turboquant/core/dtype.hpp>
+#include <turboquant/core/rows.hpp>
 
 #include <cstddef>
 #include <filesystem>

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
+#include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -44,13 +46,13 @@ LayerSet with_offsets(const LayerSet& layers, double deviations) {
   return result;
 }
 
-// Means over layers, pages of 64, 8-bit centres.
-Accuracy measured(const LayerSet& layers, std::string_view codecs) {
+// Means over layers, 8-bit centres.
+Accuracy measured(const LayerSet& layers, std::string_view codecs, std::size_t page_tokens = 64) {
   std::vector<Accuracy> accuracies;
   for (const auto& [number, tensors] : layers) {
     ExactLayer layer = exact_layer(tensors);
     layer.heads = 0;
-    const Subject subject = store(cached_format(codecs, 8), tensors, layer, {});
+    const Subject subject = store(cached_format(codecs, 8), tensors, layer, {.page_tokens = page_tokens});
     accuracies.push_back(compare(layer, std::span(&subject, 1)).front());
   }
   return mean(accuracies);
@@ -77,7 +79,8 @@ class QwenKeys : public testing::Test {
 TEST_F(QwenKeys, MeetTheGoals) {
   const Accuracy four = measured(layers_, "polar4");
   EXPECT_LE(four.key_error, 0.0080);
-  EXPECT_LE(four.value_error, 0.0053);  // 0.00523: 4 bits reach 0.0052 only with a trellis
+  EXPECT_LE(four.value_error, 0.0053);  // the goal of 0.0052 takes smaller pages, or a trellis
+  EXPECT_LE(measured(layers_, "polar4", 48).value_error, 0.0052);
   const Accuracy four_paths = measured(layers_, "trellis4");
   EXPECT_LE(four_paths.key_error, 0.0055);
   EXPECT_LE(four_paths.value_error, 0.0052);
