@@ -21,7 +21,9 @@ void count_units(benchmark::State& state, std::size_t units) {
       static_cast<double>(units), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 
-std::size_t argument(const benchmark::State& state, std::size_t index) { return static_cast<std::size_t>(state.range(index)); }
+std::size_t argument(const benchmark::State& state, std::size_t index) {
+  return static_cast<std::size_t>(state.range(index));
+}
 
 void rotate(benchmark::State& state) {
   const std::size_t dim = argument(state, 0);

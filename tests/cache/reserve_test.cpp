@@ -1,5 +1,5 @@
-// Promises that outlive a call: what reserve() set aside, what a refused or dropped plan gives back, who may change a sequence
-// while a plan is pending.
+// Promises that outlive a call: what reserve() set aside, what a refused or dropped plan gives back, who may change a
+// sequence while a plan is pending.
 #include <gtest/gtest.h>
 
 #include <turboquant/turboquant.hpp>

@@ -1,4 +1,5 @@
-// The Lloyd-Max tables are the fixed point of Lloyd's iteration for N(0, 1), and their integer form costs next to nothing.
+// The Lloyd-Max tables are the fixed point of Lloyd's iteration for N(0, 1), and their integer form costs next to
+// nothing.
 #include <turboquant/codec/codebook.hpp>
 
 #include <gtest/gtest.h>
@@ -14,7 +15,8 @@ double density(double x) { return std::exp(-0.5 * x * x) / std::sqrt(2 * std::nu
 double below(double x) { return 0.5 * std::erfc(-x / std::numbers::sqrt2); }
 double x_density(double x) { return std::isinf(x) ? 0 : x * density(x); }
 
-// Mean squared error of N(0, 1) on the positive half with the given levels and midpoint boundaries, both halves counted.
+// Mean squared error of N(0, 1) on the positive half with the given levels and midpoint boundaries, both halves
+// counted.
 template <class Level>
 double distortion(std::size_t half, Level level) {
   double total = 0;
@@ -33,7 +35,8 @@ void expect_fixed_point() {
   const auto& levels = turboquant::kLloydMaxLevels<B>;
   for (std::size_t i = 0; i < levels.size(); ++i) {
     const double a = i == 0 ? 0 : 0.5 * (levels[i - 1] + levels[i]);
-    const double b = i + 1 == levels.size() ? std::numeric_limits<double>::infinity() : 0.5 * (levels[i] + levels[i + 1]);
+    const double b =
+        i + 1 == levels.size() ? std::numeric_limits<double>::infinity() : 0.5 * (levels[i] + levels[i + 1]);
     const double centroid = (density(a) - density(b)) / (below(b) - below(a));
     // The iteration converges linearly; from 1e-13 on rounding of erfc decides.
     EXPECT_NEAR(levels[i], centroid, 1e-12) << "B = " << B << ", level " << i;
@@ -52,7 +55,8 @@ void expect_integer_levels(double optimum, double extra) {
   using Book = turboquant::Codebook<B>;
   const auto& levels = turboquant::kLloydMaxLevels<B>;
   EXPECT_NEAR(distortion(levels.size(), [&](std::size_t i) { return levels[i]; }), optimum, 5e-6 * optimum);
-  const double integer = distortion(Book::magnitudes.size(), [](std::size_t i) { return Book::magnitudes[i] / Book::kSpread; });
+  const double integer =
+      distortion(Book::magnitudes.size(), [](std::size_t i) { return Book::magnitudes[i] / Book::kSpread; });
   EXPECT_LE(integer, optimum * (1 + extra)) << "B = " << B;
   for (std::size_t c = 0; c < Book::levels.size(); ++c) {
     EXPECT_EQ(Book::levels[c], -Book::levels[Book::levels.size() - 1 - c]);

@@ -41,7 +41,8 @@ struct CodedSide {
     void* aligned = scratch.data();
     std::size_t space = scratch.size();
     aligned = std::align(64, C::scratch_bytes(page_tokens, dim), aligned, space);
-    C::template encode<Kernels>(side, rows.data(), rows.size() / dim, options, target, static_cast<std::uint8_t*>(aligned));
+    C::template encode<Kernels>(side, rows.data(), rows.size() / dim, options, target,
+                                static_cast<std::uint8_t*>(aligned));
   }
 
   turboquant::kernels::CodedPart part() const {

@@ -14,8 +14,9 @@ using namespace turboquant;
 template <class C>
 class CodecContract : public testing::Test {};
 
-using AllCodecs = testing::Types<PolarQuant<1>, PolarQuant<2>, PolarQuant<3>, PolarQuant<4>, PolarQuant<8>, ScalarQuant<2>,
-                                 ScalarQuant<3>, ScalarQuant<4>, ScalarQuant<8>, TrellisQuant<2>, TrellisQuant<3>, TrellisQuant<4>>;
+using AllCodecs =
+    testing::Types<PolarQuant<1>, PolarQuant<2>, PolarQuant<3>, PolarQuant<4>, PolarQuant<8>, ScalarQuant<2>,
+                   ScalarQuant<3>, ScalarQuant<4>, ScalarQuant<8>, TrellisQuant<2>, TrellisQuant<3>, TrellisQuant<4>>;
 TYPED_TEST_SUITE(CodecContract, AllCodecs);
 
 constexpr std::size_t kDims[] = {32, 80, 96, 112, 128, 192, 256, 576, 1024};
@@ -107,7 +108,8 @@ TYPED_TEST(CodecContract, ScoresByTheFormula) {
       const test::CodedSide<TypeParam> coded(Side::key, rows, dim, 48);
       const auto queries = test::gaussian_rows(dim + 2, 11, dim);
       constexpr std::size_t kQueries = 11;
-      std::vector<float> normal(kQueries * dim), rotated(kQueries * dim), step(kQueries), unit(kQueries), factor(kQueries, 0.25f);
+      std::vector<float> normal(kQueries * dim), rotated(kQueries * dim), step(kQueries), unit(kQueries),
+          factor(kQueries, 0.25f);
       std::vector<std::int8_t> planes(kQueries * dim * TypeParam::query_planes);
       kernels::QueryBlock block;
       block.rows = kQueries;
@@ -123,7 +125,8 @@ TYPED_TEST(CodecContract, ScoresByTheFormula) {
       const kernels::RotationView view{dim, rotation.signs(), base_matrix(order), order};
       for (std::size_t r = 0; r < kQueries; ++r) test::Kernels::prepare_query(view, queries.data() + r * dim, block, r);
       std::vector<float> logits(kQueries * 48, NAN);
-      test::Kernels::score(coded.part(), TypeParam::codes(), 1, 3, block, 0, kQueries, factor.data(), logits.data(), 48);
+      test::Kernels::score(coded.part(), TypeParam::codes(), 1, 3, block, 0, kQueries, factor.data(), logits.data(),
+                           48);
       for (std::size_t t = 16; t < 48; ++t) {
         const auto y = coded.decode(t);
         for (std::size_t r = 0; r < kQueries; ++r) {
@@ -162,7 +165,8 @@ TYPED_TEST(CodecContract, AccumulatesByTheFormula) {
       }
       sums[r] = test::Kernels::weigh(coded.part(), p.data(), 16, 48, weights.data() + r * 48);
     }
-    test::Kernels::accumulate(coded.part(), TypeParam::codes(), 1, 3, kRows, weights.data(), 48, sums.data(), out.data(), dim);
+    test::Kernels::accumulate(coded.part(), TypeParam::codes(), 1, 3, kRows, weights.data(), 48, sums.data(),
+                              out.data(), dim);
     std::vector<std::vector<float>> decoded;
     for (std::size_t t = 0; t < 40; ++t) decoded.push_back(coded.decode(t));
     for (std::size_t r = 0; r < kRows; ++r) {

@@ -43,9 +43,10 @@ Distortion measure(std::size_t dim, bool search) {
   return mean;
 }
 
-// Mean over random directions of the error with the paper's scale |x| / sqrt(d); these are the values that arXiv 2504.19874,
-// theorem 1, prints as 0.36, 0.117, 0.03, 0.009 for large d. Exact to the digits shown, from 20,000 directions in double
-// precision by an independent program; 1.5 % covers the sampling error of both (3,840 rows here) and the 15-bit input.
+// Mean over random directions of the error with the paper's scale |x| / sqrt(d); these are the values that arXiv
+// 2504.19874, theorem 1, prints as 0.36, 0.117, 0.03, 0.009 for large d. Exact to the digits shown, from 20,000
+// directions in double precision by an independent program; 1.5 % covers the sampling error of both (3,840 rows here)
+// and the 15-bit input.
 template <unsigned B>
 void expect_paper(double at_64, double at_128) {
   EXPECT_NEAR(measure<B>(64, false).norm, at_64, 0.015 * at_64) << "B = " << B;
@@ -77,7 +78,8 @@ TEST(PolarQuant, ScaleSearchLowersTheError) {
 // Eight bits: a uniform grid up to the largest coordinate, about 2.8 sigma; (2.8 / 127)^2 / 12 = 4e-5.
 TEST(PolarQuant, EightBits) { EXPECT_LE(measure<8>(128, true).least_squares, 6e-5); }
 
-// <x, x'> = |x|^2 exactly up to the rounding of the bf16 scale (half a unit in the 8th bit, 2^-8): that is what makes logits unbiased.
+// <x, x'> = |x|^2 exactly up to the rounding of the bf16 scale (half a unit in the 8th bit, 2^-8): that is what makes
+// logits unbiased.
 template <unsigned B>
 void expect_unbiased() {
   const auto rows = test::gaussian_rows(5, 32, 96);
@@ -123,7 +125,8 @@ void expect_all_codes_used(std::size_t dim, float scale) {
     }
     ratio += std::sqrt(decoded / energy) / 256;
   }
-  for (const std::size_t n : count) EXPECT_GE(static_cast<double>(n), 0.005 * 256.0 * static_cast<double>(dim)) << B << " " << dim;
+  for (const std::size_t n : count)
+    EXPECT_GE(static_cast<double>(n), 0.005 * 256.0 * static_cast<double>(dim)) << B << " " << dim;
   EXPECT_GE(ratio, 0.97);
   EXPECT_LE(ratio, 1.01);
 }

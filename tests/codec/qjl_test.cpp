@@ -40,9 +40,10 @@ struct Moments {
   double deviation_of_mean() const { return std::sqrt(variance() / static_cast<double>(n)); }
 };
 
-// N13, over independent seeds. With Gaussian rows the variance is at most (pi / 2 |q|^2 |k|^2 - <q, k>^2) / d (QJL, lemma 3.5,
-// arXiv 2406.03482). Orthonormal rows have less: given S k = v, the part of S q across v is uniform on a sphere, and
-// |sign(v)|^2 across v is d (1 - 2/pi); the part along v brings the variance of the sum of |v_i|, d^0 (1 - 3/pi). Together
+// N13, over independent seeds. With Gaussian rows the variance is at most (pi / 2 |q|^2 |k|^2 - <q, k>^2) / d (QJL,
+// lemma 3.5, arXiv 2406.03482). Orthonormal rows have less: given S k = v, the part of S q across v is uniform on a
+// sphere, and |sign(v)|^2 across v is d (1 - 2/pi); the part along v brings the variance of the sum of |v_i|, d^0 (1 -
+// 3/pi). Together
 // ((pi/2 - 1)(1 - t^2) + (pi/2 - 3/2) t^2) / d. The constant sqrt(pi/2)/sqrt(d) leaves a bias of 1/(4d) = 0.2 %.
 TEST(Qjl, N13_UnbiasedWithThePublishedVariance) {
   for (const double t : {0.0, 0.5, 1.0}) {
@@ -59,7 +60,8 @@ TEST(Qjl, N13_UnbiasedWithThePublishedVariance) {
     EXPECT_NEAR(moments.mean(), t, 4 * moments.deviation_of_mean() + 0.003 * t) << t;
     const double gaussian_rows = (std::numbers::pi / 2 - t * t) / kDim;
     EXPECT_LE(moments.variance(), gaussian_rows) << t;
-    const double orthonormal_rows = ((std::numbers::pi / 2 - 1) * (1 - t * t) + (std::numbers::pi / 2 - 1.5) * t * t) / kDim;
+    const double orthonormal_rows =
+        ((std::numbers::pi / 2 - 1) * (1 - t * t) + (std::numbers::pi / 2 - 1.5) * t * t) / kDim;
     // 4 %: four standard deviations of a variance of 20,000 samples.
     EXPECT_NEAR(moments.variance(), orthonormal_rows, 0.04 * orthonormal_rows) << t;
   }
@@ -86,8 +88,8 @@ TEST(Qjl, N15_ZeroAndSecondStage) {
   EXPECT_NE(prod.estimate(query, code), prod.estimate(query, code, false));
 }
 
-// Unbiased at every width; variance is about pi/2 D / d |q|^2 |k|^2 with the distortion D of the first stage (arXiv 2504.19874,
-// theorem 2).
+// Unbiased at every width; variance is about pi/2 D / d |q|^2 |k|^2 with the distortion D of the first stage (arXiv
+// 2504.19874, theorem 2).
 template <unsigned B>
 void expect_prod(double first_stage) {
   const Pair p = pair(11, 0.5);

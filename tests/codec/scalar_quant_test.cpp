@@ -62,8 +62,9 @@ TEST(ScalarQuant, N03_ConstantRows) {
   for (const float y : coded.decode(0)) EXPECT_NEAR(y, 1.0f, 0x1p-11);
 }
 
-// Clipping the ends of the range: mean error of N(0, I) rows, d = 128, before and after. The best uniform grids for a Gaussian
-// have 0.1188, 0.0374 and 0.0115 (Max 1960, table II) with one grid for all; a grid per row does better at short rows.
+// Clipping the ends of the range: mean error of N(0, I) rows, d = 128, before and after. The best uniform grids for a
+// Gaussian have 0.1188, 0.0374 and 0.0115 (Max 1960, table II) with one grid for all; a grid per row does better at
+// short rows.
 template <unsigned B>
 void expect_search_pays(double without, double with) {
   double plain = 0, searched = 0;

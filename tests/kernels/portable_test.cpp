@@ -59,8 +59,8 @@ double norm(const std::vector<float>& x) {
   return std::sqrt(sum);
 }
 
-// N10, L02: at every supported size, forward against the definition and back again. Each of log2(d) stages (plus the base) may
-// round by 2^-24 of the norm.
+// N10, L02: at every supported size, forward against the definition and back again. Each of log2(d) stages (plus the
+// base) may round by 2^-24 of the norm.
 TEST(Portable, L02_RotationIsItsDefinitionAndInvertsItself) {
   for (const std::size_t dim : supported_dims()) {
     const Rotation rotation(42, dim);
@@ -140,7 +140,8 @@ TEST(Portable, SoftmaxStepsCompose) {
   kernels::SoftmaxState state{0, 0};
   double weighted = 0;
   for (std::size_t begin = 0; begin < 160; begin += 16) {
-    std::vector<float> logits(all.begin() + static_cast<std::ptrdiff_t>(begin), all.begin() + static_cast<std::ptrdiff_t>(begin) + 16);
+    std::vector<float> logits(all.begin() + static_cast<std::ptrdiff_t>(begin),
+                              all.begin() + static_cast<std::ptrdiff_t>(begin) + 16);
     const float factor = Kernels::softmax_step(logits.data(), 0, 16, 0, 16, state);
     weighted *= static_cast<double>(factor);
     for (std::size_t t = 0; t < 16; ++t) weighted += static_cast<double>(logits[t]) * static_cast<double>(begin + t);
@@ -161,7 +162,8 @@ TEST(Portable, SoftCapIsTanh) {
   const auto before = logits;
   Kernels::soft_cap(logits.data(), 0, 64, 20.0f);
   // Absolute: (1 - e) / (1 + e) rounds at 2^-24 of 1.
-  for (std::size_t t = 0; t < 64; ++t) EXPECT_NEAR(logits[t], 20 * std::tanh(static_cast<double>(before[t]) / 20), 20 * 4e-7);
+  for (std::size_t t = 0; t < 64; ++t)
+    EXPECT_NEAR(logits[t], 20 * std::tanh(static_cast<double>(before[t]) / 20), 20 * 4e-7);
 }
 
 // Raw twins against double: 16 partial sums of d / 16 products each.
@@ -172,7 +174,8 @@ TEST(Portable, RawTwins) {
     const auto k = gaussian(dim, kTokens * dim), q = gaussian(dim + 1, kRows * dim);
     std::vector<bfloat16> keys(k.size());
     for (std::size_t i = 0; i < k.size(); ++i) keys[i] = to_bfloat16(k[i]);
-    std::vector<float> normal(kRows * dim), rotated(kRows * dim), step(kRows), unit(kRows), factor(kRows), logits(kRows * 16, -1);
+    std::vector<float> normal(kRows * dim), rotated(kRows * dim), step(kRows), unit(kRows), factor(kRows),
+        logits(kRows * 16, -1);
     std::vector<std::int8_t> planes(kRows * dim);
     kernels::QueryBlock block{kRows, dim, normal.data(), rotated.data(), planes.data(), 1, step.data(), unit.data()};
     for (std::size_t r = 0; r < kRows; ++r) {
@@ -218,14 +221,16 @@ TEST(Portable, CenterRows) {
       std::vector<std::uint8_t> center(kDim * bits / 8);
       const float scale = to_float(Kernels::center_rows(rows.data(), kCount, kDim, bits, center.data()));
       for (std::size_t i = 0; i < kDim; ++i) {
-        const int level = bits == 8 ? static_cast<std::int8_t>(center[i])
-                                    : static_cast<std::int16_t>(static_cast<std::uint16_t>(center[2 * i] | center[2 * i + 1] << 8));
+        const int level =
+            bits == 8 ? static_cast<std::int8_t>(center[i])
+                      : static_cast<std::int16_t>(static_cast<std::uint16_t>(center[2 * i] | center[2 * i + 1] << 8));
         double mean = 0;
         for (std::size_t t = 0; t < kCount; ++t) {
           mean += static_cast<double>(before[t * kDim + i]) / kCount;
           EXPECT_EQ(rows[t * kDim + i], before[t * kDim + i] - scale * static_cast<float>(level));
         }
-        EXPECT_NEAR(mean, static_cast<double>(scale) * level, 0.5001 * static_cast<double>(scale)) << bits << " bits, offset " << offset;
+        EXPECT_NEAR(mean, static_cast<double>(scale) * level, 0.5001 * static_cast<double>(scale))
+            << bits << " bits, offset " << offset;
       }
     }
   }
@@ -240,11 +245,13 @@ TEST(Portable, N26_LargestLevelsDoNotWrap) {
       std::vector<std::int8_t> planes(dim * plane_count, 127);
       if (plane_count == 2) std::fill(planes.begin() + static_cast<std::ptrdiff_t>(dim), planes.end(), std::int8_t{63});
       std::vector<float> rotated(dim), step{1}, unit{1}, factor{1}, logits(16);
-      kernels::QueryBlock block{1, dim, rotated.data(), rotated.data(), planes.data(), plane_count, step.data(), unit.data()};
+      kernels::QueryBlock block{1,           dim,         rotated.data(), rotated.data(), planes.data(),
+                                plane_count, step.data(), unit.data()};
       double before = -1e30;
       for (std::size_t ones = 0; ones <= dim; ones += dim / 16) {
         std::vector<std::uint8_t> matrix(16 * dim, 0);
-        for (std::size_t t = 0; t < 16; ++t) std::fill_n(matrix.begin() + static_cast<std::ptrdiff_t>(t * dim), ones, std::uint8_t{15});
+        for (std::size_t t = 0; t < 16; ++t)
+          std::fill_n(matrix.begin() + static_cast<std::ptrdiff_t>(t * dim), ones, std::uint8_t{15});
         std::vector<std::uint8_t> fragments(dim / 16 * 128);
         Kernels::pack<4>(layout::Side::key, matrix.data(), 16, 16, dim, fragments.data());
         std::vector<bfloat16> scales(16, to_bfloat16(1));

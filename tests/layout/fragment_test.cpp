@@ -76,8 +76,8 @@ unsigned code_at(const std::uint8_t* fragment, unsigned bits, std::size_t positi
   return code;
 }
 
-// L07: every code at every position, also 3-bit codes across byte borders, in a buffer of exact size; and the decoded row is
-// the table look-up. Tokens beyond `count` have code zero.
+// L07: every code at every position, also 3-bit codes across byte borders, in a buffer of exact size; and the decoded
+// row is the table look-up. Tokens beyond `count` have code zero.
 template <unsigned B>
 void expect_pack_and_decode(Side side, std::size_t count, std::size_t page_tokens, std::size_t dim) {
   using Kernels = kernels::Portable;
@@ -87,7 +87,8 @@ void expect_pack_and_decode(Side side, std::size_t count, std::size_t page_token
   const std::size_t bytes = page_tokens / 16 * (dim / 16) * layout::fragment_bytes(B);
   for (unsigned shift = 0; shift < (1u << B); shift += B == 8 ? 31 : 1) {
     std::vector<std::uint8_t> matrix(count * dim);
-    for (std::size_t i = 0; i < matrix.size(); ++i) matrix[i] = static_cast<std::uint8_t>((i + i / dim + shift) % (1u << B));
+    for (std::size_t i = 0; i < matrix.size(); ++i)
+      matrix[i] = static_cast<std::uint8_t>((i + i / dim + shift) % (1u << B));
     std::vector<std::uint8_t> fragments(bytes, 0xa5);
     Kernels::pack<B>(side, matrix.data(), count, page_tokens, dim, fragments.data());
     std::vector<bfloat16> scales(page_tokens, to_bfloat16(1.0f));
@@ -103,7 +104,8 @@ void expect_pack_and_decode(Side side, std::size_t count, std::size_t page_token
         const unsigned expected = t < count ? matrix[t * dim + i] : 0;
         const std::size_t tile = t / 16, group = i / 16;
         const std::size_t number = side == Side::key ? tile * (dim / 16) + group : group * (page_tokens / 16) + tile;
-        ASSERT_EQ(code_at(fragments.data() + number * layout::fragment_bytes(B), B, layout::code_position(side, t % 16, i % 16)),
+        ASSERT_EQ(code_at(fragments.data() + number * layout::fragment_bytes(B), B,
+                          layout::code_position(side, t % 16, i % 16)),
                   expected);
         const int level = B == 8 ? static_cast<std::int8_t>(expected) : levels[expected];
         ASSERT_EQ(row[i], static_cast<float>(level));

@@ -9,8 +9,13 @@ namespace {
 using namespace turboquant;
 
 template <class F>
-layout::PageShape shape(std::size_t tokens, std::size_t heads, unsigned center_bits, std::size_t dim, std::size_t value_dim) {
-  return {tokens, heads, center_bits, {dim, F::key_codec::bits, false}, {value_dim, F::value_codec::bits, F::value_codec::zero_points}};
+layout::PageShape shape(std::size_t tokens, std::size_t heads, unsigned center_bits, std::size_t dim,
+                        std::size_t value_dim) {
+  return {tokens,
+          heads,
+          center_bits,
+          {dim, F::key_codec::bits, false},
+          {value_dim, F::value_codec::bits, F::value_codec::zero_points}};
 }
 
 TEST(Page, SectionsFollowEachOtherOn64Bytes) {
@@ -18,7 +23,7 @@ TEST(Page, SectionsFollowEachOtherOn64Bytes) {
     for (const unsigned center : {0u, 8u, 16u}) {
       for (const std::size_t dim : {32u, 80u, 128u, 576u, 1024u}) {
         const auto page = layout::page_layout(shape<Format<PolarQuant<3>, ScalarQuant<4>>>(tokens, 3, center, dim, 48));
-        const std::size_t at[] = {page.key.center,   page.key.scales,   page.key.fragments,   page.key.end,
+        const std::size_t at[] = {page.key.center,   page.key.scales,      page.key.fragments, page.key.end,
                                   page.value.scales, page.value.fragments, page.value.end};
         for (const std::size_t offset : at) EXPECT_EQ(offset % 64, 0u);
         EXPECT_GE(page.key.scales, page.key.center + dim * center / 8);

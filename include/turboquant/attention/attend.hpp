@@ -5,27 +5,27 @@
 #include <limits>
 #include <span>
 
-#include <turboquant/attention/plan.hpp>
+#include <turboquant/attention/plan_builder.hpp>
 #include <turboquant/cache/kv_cache.hpp>
 
 namespace turboquant {
 
-/// Prepares one layer of a step for a whole batch: validates everything (shapes, finite keys, values and queries), reserves all
-/// memory, changes no length. Until the plan has run or is dropped its appending sequences accept no other non-const call.
-/// Errors: unknown_sequence, bad_layer, bad_shape, non_finite_input, behind_window, out_of_memory.
+/// Prepares one layer of a step for a whole batch: validates everything (shapes, finite keys, values and queries),
+/// reserves all memory, changes no length. Until the plan has run or is dropped its appending sequences accept no other
+/// non-const call. Errors: unknown_sequence, bad_layer, bad_shape, non_finite_input, behind_window, out_of_memory.
 template <class... F>
 Status plan(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> batch, const AttentionParams& params,
             AttentionPlan& plan) {
   return PlanAccess::plan(CacheAccess::core(cache), layer, batch, params, plan);
 }
 
-/// Appends the new tokens of all items to one layer and computes the attention of all queries, on the codes. All items or, on
-/// failure, none. All appends precede all reads; a sequence has at most one appending item, attend-only items may repeat it.
-/// What a query sees depends on its position, the tokens and the configuration alone, not on how calls were split.
-/// Errors as for plan; out_of_memory also if there is no memory for the workspace.
+/// Appends the new tokens of all items to one layer and computes the attention of all queries, on the codes. All items
+/// or, on failure, none. All appends precede all reads; a sequence has at most one appending item, attend-only items
+/// may repeat it. What a query sees depends on its position, the tokens and the configuration alone, not on how calls
+/// were split. Errors as for plan; out_of_memory also if there is no memory for the workspace.
 template <class... F, class E = Serial>
-Status attend(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> batch, const AttentionParams& params = {},
-              E&& executor = {}) {
+Status attend(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> batch,
+              const AttentionParams& params = {}, E&& executor = {}) {
   AttentionPlan step;
   if (const Status status = plan(cache, layer, batch, params, step); status.code != Status::ok) return status;
   const Scratch workspace(step.workspace_bytes());
@@ -61,8 +61,9 @@ inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_h
     const Entry entry = view.entry(e);
     if (entry.begin >= coded) break;
     const std::size_t count = (std::min)(entry.end(), coded) - entry.begin;
-    layer.operations->score(layer.part(entry.page, Side::key, kv_head), entry.first / 16, (entry.first + count + 15) / 16,
-                            block.query, 0, block.rows, block.factor, block.logits, RowBlock::kChunk);
+    layer.operations->score(layer.part(entry.page, Side::key, kv_head), entry.first / 16,
+                            (entry.first + count + 15) / 16, block.query, 0, block.rows, block.factor, block.logits,
+                            RowBlock::kChunk);
     put(entry.begin, entry.first, count);
   }
   const auto raw = [&](std::size_t begin, std::size_t end, std::size_t origin) {
@@ -93,7 +94,8 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
   if (queries.heads == 0 || queries.heads % layer.shape.kv_heads != 0) {
     return CacheCore::bad_shape("queries.heads", layer.shape.kv_heads, queries.heads);
   }
-  if (queries.dim != layer.shape.head_dim) return CacheCore::bad_shape("queries.dim", layer.shape.head_dim, queries.dim);
+  if (queries.dim != layer.shape.head_dim)
+    return CacheCore::bad_shape("queries.dim", layer.shape.head_dim, queries.dim);
   const LayerState& state = sequence->layers[layer_index];
   if (state.length == 0) return {};
   if (out == nullptr) return {Status::bad_shape, "out"};
@@ -136,10 +138,10 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
 
 }  // namespace detail
 
-/// out[t][h][j] = q_th . k_j, unscaled and unmasked, for all tokens j of the layer as the newest position sees them: from codes,
-/// or raw for the first and the newest tokens. queries: [tokens][heads][head_dim]; out: [tokens][heads][length of the layer].
-/// Positions freed behind a window are -infinity. Errors: unknown_sequence, bad_layer, bad_shape, non_finite_input,
-/// out_of_memory.
+/// out[t][h][j] = q_th . k_j, unscaled and unmasked, for all tokens j of the layer as the newest position sees them:
+/// from codes, or raw for the first and the newest tokens. queries: [tokens][heads][head_dim]; out:
+/// [tokens][heads][length of the layer]. Positions freed behind a window are -infinity. Errors: unknown_sequence,
+/// bad_layer, bad_shape, non_finite_input, out_of_memory.
 template <class... F, class E = Serial>
 Status logits(const KVCache<F...>& cache, SequenceId sequence, std::size_t layer, ConstRows queries, float* out,
               E&& executor = {}) {

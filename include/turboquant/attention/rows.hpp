@@ -66,8 +66,9 @@ inline void fold(const Operations& ops, const Partial& to, const Partial& from, 
   }
 }
 
-// Partial results of splits, merged as a binary tree over their numbers: split 2i with 2i + 1, pair 2i with pair 2i + 1, ...
-// A missing half changes nothing, so the result does not depend on how many splits follow or on who merges which aligned part.
+// Partial results of splits, merged as a binary tree over their numbers: split 2i with 2i + 1, pair 2i with pair 2i +
+// 1, ... A missing half changes nothing, so the result does not depend on how many splits follow or on who merges which
+// aligned part.
 struct FoldTree {
   static constexpr std::size_t kMostLevels = 48;
   Partial levels[kMostLevels];
@@ -100,25 +101,25 @@ struct FoldTree {
   }
 };
 
-// One row is one query head at one query position. Every number of a row depends on that row alone, so results do not depend
-// on how rows are grouped into blocks.
+// One row is one query head at one query position. Every number of a row depends on that row alone, so results do not
+// depend on how rows are grouped into blocks.
 struct RowBlock {
   std::size_t rows = 0;
   QueryBlock query;
-  float* factor;           // [rows]: unit * scale
-  RowRange* ranges;        // [rows]
+  float* factor;     // [rows]: unit * scale
+  RowRange* ranges;  // [rows]
   std::ptrdiff_t* positions;
-  float* slopes;           // [rows]
-  float* logits;           // [rows][kChunk]
-  std::int16_t* weights;   // [rows][kChunk]
-  WeightSums* sums;        // [rows]
+  float* slopes;          // [rows]
+  float* logits;          // [rows][kChunk]
+  std::int16_t* weights;  // [rows][kChunk]
+  WeightSums* sums;       // [rows]
   Partial leaf, raw;
   FoldTree tree;
-  bfloat16* staging;       // [16][dim]
-  float* row;              // [dim]
+  bfloat16* staging;  // [16][dim]
+  float* row;         // [dim]
 
-  static constexpr std::size_t kChunk = 256;     // tokens of the largest page
-  static constexpr std::size_t kRawChunk = 64;   // raw tokens per softmax step
+  static constexpr std::size_t kChunk = 256;    // tokens of the largest page
+  static constexpr std::size_t kRawChunk = 64;  // raw tokens per softmax step
 
   // `levels` of the tree are enough for split numbers below 2^(levels - 1).
   static RowBlock carve(const Layer& layer, std::size_t rows, std::size_t levels, Carver& carver) {
@@ -167,7 +168,8 @@ struct AttentionJob {
 
   RowRange range(std::ptrdiff_t p) const {
     const std::size_t first = view.first_tokens;
-    std::size_t low = item->key_begin, high = (std::min)(item->key_end, view.after), coded = view.coded_for(view.after - 1);
+    std::size_t low = item->key_begin, high = (std::min)(item->key_end, view.after),
+                coded = view.coded_for(view.after - 1);
     if (view.after == 0) high = coded = 0;
     if (params->causal) {
       if (p < 0) return {};
@@ -203,8 +205,8 @@ struct AttentionJob {
     }
   }
 
-  // logits [begin, end) of row r, whose column t is the key at position `origin` + t: soft cap, ALiBi, softmax step over the
-  // visible columns [low, high). Rescales the row's accumulator.
+  // logits [begin, end) of row r, whose column t is the key at position `origin` + t: soft cap, ALiBi, softmax step
+  // over the visible columns [low, high). Rescales the row's accumulator.
   void soften(RowBlock& b, std::size_t r, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
               std::ptrdiff_t origin, const Partial& to) const {
     float* logits = b.logits + r * RowBlock::kChunk;
@@ -244,13 +246,15 @@ struct AttentionJob {
       const CodedPart keys = layer.part(entry.page, Side::key, kv_head);
       const CodedPart values = layer.part(entry.page, Side::value, kv_head);
       float* logits = b.logits + row_begin * RowBlock::kChunk;
-      layer.operations->score(keys, tile_begin, tile_end, b.query, row_begin, row_end, b.factor, logits, RowBlock::kChunk);
+      layer.operations->score(keys, tile_begin, tile_end, b.query, row_begin, row_end, b.factor, logits,
+                              RowBlock::kChunk);
       for (std::size_t r = row_begin; r < row_end; ++r) {
         const std::size_t from = (std::max)(b.ranges[r].coded_low, entry.begin);
         const std::size_t until = (std::min)(b.ranges[r].coded_high, entry.end());
         b.sums[r] = WeightSums{0, 0, 0};
         if (from >= until) continue;
-        soften(b, r, tile_begin * 16, tile_end * 16, from - shift, until - shift, static_cast<std::ptrdiff_t>(shift), to);
+        soften(b, r, tile_begin * 16, tile_end * 16, from - shift, until - shift, static_cast<std::ptrdiff_t>(shift),
+               to);
         b.sums[r] = layer.operations->weigh(values, b.logits + r * RowBlock::kChunk, tile_begin * 16, tile_end * 16,
                                             b.weights + r * RowBlock::kChunk);
       }
@@ -360,8 +364,8 @@ struct AttentionJob {
       }
       for_each_tile(from, until, chunk, [&](std::size_t begin, std::size_t count) {
         const bfloat16* values = view.raw_rows(Side::value, kv_head, begin, count, b.staging);
-        layer.operations->accumulate_raw(values, count, dim, row_end - row_begin, logits + (begin - chunk), RowBlock::kChunk,
-                                         to.acc + row_begin * dim, dim);
+        layer.operations->accumulate_raw(values, count, dim, row_end - row_begin, logits + (begin - chunk),
+                                         RowBlock::kChunk, to.acc + row_begin * dim, dim);
       });
     }
   }

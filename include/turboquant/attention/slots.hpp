@@ -21,7 +21,8 @@ class Slots {
     for (;;) {
       std::uint64_t free = free_.load(std::memory_order_relaxed);
       while (free != 0) {
-        if (free_.compare_exchange_weak(free, free & (free - 1), std::memory_order_acquire, std::memory_order_relaxed)) {
+        if (free_.compare_exchange_weak(free, free & (free - 1), std::memory_order_acquire,
+                                        std::memory_order_relaxed)) {
           return static_cast<std::size_t>(std::countr_zero(free));
         }
       }

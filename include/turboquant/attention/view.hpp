@@ -9,18 +9,18 @@
 
 namespace turboquant::detail {
 
-// The sequence as it stands after the call's append, without having been changed: old entries and tiles, new pages, and the
-// caller's own rows for the new tokens.
+// The sequence as it stands after the call's append, without having been changed: old entries and tiles, new pages, and
+// the caller's own rows for the new tokens.
 struct SequenceView {
   const Layer* layer = nullptr;
   const LayerState* state = nullptr;
   const CodingRule* rule = nullptr;
   std::size_t first_tokens = 0;
-  std::size_t before = 0, after = 0;   // tokens before and after the append
-  std::size_t coded_end = 0;           // codes after the append: [held_begin, coded_end)
-  std::size_t tail_begin = 0;          // raw rows after the append: [tail_begin, after)
-  ConstRows keys{}, values{};          // rows of the positions [before, after)
-  Block* const* new_pages = nullptr;   // pages coded in this call, from state->coded_end() on
+  std::size_t before = 0, after = 0;  // tokens before and after the append
+  std::size_t coded_end = 0;          // codes after the append: [held_begin, coded_end)
+  std::size_t tail_begin = 0;         // raw rows after the append: [tail_begin, after)
+  ConstRows keys{}, values{};         // rows of the positions [before, after)
+  Block* const* new_pages = nullptr;  // pages coded in this call, from state->coded_end() on
 
   // Entries are numbered for ever: freed ones count.
   std::size_t first_entry() const { return state->dropped_entries; }
@@ -35,8 +35,8 @@ struct SequenceView {
             static_cast<std::uint32_t>(rule->page_tokens)};
   }
 
-  // A query at p reads codes up to here. Does the query come later than the call which appended its position, old raw rows
-  // are gone (or go with this call's append) and it reads codes instead.
+  // A query at p reads codes up to here. Does the query come later than the call which appended its position, old raw
+  // rows are gone (or go with this call's append) and it reads codes instead.
   std::size_t coded_for(std::size_t p) const {
     const std::size_t coded = rule->coded(state->base, p + 1);
     return (std::min)(p < before ? (std::max)(coded, tail_begin) : coded, coded_end);

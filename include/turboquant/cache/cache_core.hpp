@@ -108,13 +108,14 @@ class CacheCore {
     return {};
   }
 
-  // Removes the positions [begin, end); later tokens move down. Codes only: the range must lie between first_tokens and the
-  // last coded token, or reach the end of the sequence.
+  // Removes the positions [begin, end); later tokens move down. Codes only: the range must lie between first_tokens and
+  // the last coded token, or reach the end of the sequence.
   Status erase(SequenceId id, std::size_t begin, std::size_t end) noexcept {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
     const std::size_t length = shortest(*sequence);
-    if (end > length || begin > end) return bad_shape(begin > end ? "begin" : "end", begin > end ? end : length, begin > end ? begin : end);
+    if (end > length || begin > end)
+      return bad_shape(begin > end ? "begin" : "end", begin > end ? end : length, begin > end ? begin : end);
     if (begin == end) return {};
     if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
     if (end == length) return truncate(id, begin);
@@ -122,7 +123,8 @@ class CacheCore {
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
       if (end > state.coded_end()) return bad_shape("end", state.coded_end(), end);
-      if (begin < state.held_begin) return {Status::behind_window, "begin", as_signed(state.held_begin), as_signed(begin)};
+      if (begin < state.held_begin)
+        return {Status::behind_window, "begin", as_signed(state.held_begin), as_signed(begin)};
       if (!state.entries.reserve(state.entries.size() + 1)) return {Status::out_of_memory, "entries"};
     }
     for (std::size_t l = 0; l < layers_.size(); ++l) erase(sequence->layers[l], begin, end);
@@ -141,14 +143,14 @@ class CacheCore {
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
       const std::size_t length = state.length + tokens;
-      const std::size_t pages = (rule_.coded(state.base, length) - rule_.coded(state.base, state.length)) / rule_.page_tokens;
-      // Tiles: one for every 16 tokens that are ever in the tail at once, and two partial ones that may have to be copied.
-      // Those that the tail leaves behind come back to the reserve (recycle).
+      const std::size_t pages =
+          (rule_.coded(state.base, length) - rule_.coded(state.base, state.length)) / rule_.page_tokens;
+      // Tiles: one for every 16 tokens that are ever in the tail at once, and two partial ones that may have to be
+      // copied. Those that the tail leaves behind come back to the reserve (recycle).
       const std::size_t widest = (std::min)(tokens, rule_.recent_tokens + rule_.page_tokens + rule_.rollback_tokens);
-      const std::size_t tiles = layout::round_up(widest, 16) / 16 + 1 + 2 +
-                                (state.length < config_.first_tokens
-                                     ? (std::min)(tokens, config_.first_tokens - state.length) / 16 + 1
-                                     : 0);
+      const std::size_t tiles =
+          layout::round_up(widest, 16) / 16 + 1 + 2 +
+          (state.length < config_.first_tokens ? (std::min)(tokens, config_.first_tokens - state.length) / 16 + 1 : 0);
       needed[layers_[l].page_class] += pages;
       needed[layers_[l].tile_class] += tiles;
       if (!state.entries.reserve(state.entries.size() + pages) || !state.tail.reserve(state.tail.size() + tiles) ||
@@ -247,12 +249,16 @@ class CacheCore {
       if (rows.tokens == 0) continue;
       if (rows.data == nullptr) return bad_shape(side == Side::key ? "keys.data" : "values.data", 1, 0);
       if (size_of(rows.type) == 0) return {Status::bad_shape, side == Side::key ? "keys.type" : "values.type"};
-      if (rows.heads != layer.shape.kv_heads) return bad_shape(side == Side::key ? "keys.heads" : "values.heads", layer.shape.kv_heads, rows.heads);
-      if (rows.dim != layer.dim(side)) return bad_shape(side == Side::key ? "keys.dim" : "values.dim", layer.dim(side), rows.dim);
+      if (rows.heads != layer.shape.kv_heads)
+        return bad_shape(side == Side::key ? "keys.heads" : "values.heads", layer.shape.kv_heads, rows.heads);
+      if (rows.dim != layer.dim(side))
+        return bad_shape(side == Side::key ? "keys.dim" : "values.dim", layer.dim(side), rows.dim);
       if (begin > state.length || rows.tokens > state.length - begin) {
-        return bad_shape(side == Side::key ? "keys.tokens" : "values.tokens", state.length - (std::min)(begin, state.length), rows.tokens);
+        return bad_shape(side == Side::key ? "keys.tokens" : "values.tokens",
+                         state.length - (std::min)(begin, state.length), rows.tokens);
       }
-      if (begin + rows.tokens > config_.first_tokens && begin < state.held_begin && state.held_begin > config_.first_tokens) {
+      if (begin + rows.tokens > config_.first_tokens && begin < state.held_begin &&
+          state.held_begin > config_.first_tokens) {
         return {Status::behind_window, "begin", as_signed(state.held_begin), as_signed(begin)};
       }
     }
@@ -285,7 +291,8 @@ class CacheCore {
     return use;
   }
 
-  // ---- for the attention plan ----------------------------------------------------------------------------------------
+  // ---- for the attention plan
+  // ----------------------------------------------------------------------------------------
 
   // A block of the class, from what the sequence reserved or else from the pool; null: out of memory.
   Block* take(Sequence& sequence, unsigned size_class, bool& from_reserve) noexcept {
@@ -456,7 +463,8 @@ class CacheCore {
       // The last query of the shortened sequence sees the keys from here on.
       const std::size_t needed = (std::max)(saturating_subtract(length, layers_[l].shape.window), config_.first_tokens);
       if (needed < state.held_begin) {
-        return {Status::behind_window, "length", as_signed(state.held_begin + layers_[l].shape.window), as_signed(length)};
+        return {Status::behind_window, "length", as_signed(state.held_begin + layers_[l].shape.window),
+                as_signed(length)};
       }
     }
     return {};
@@ -508,7 +516,9 @@ class CacheCore {
     }
   }
 
-  static std::size_t tiles(std::size_t tokens) { return layout::round_up(tokens, layout::kTileTokens) / layout::kTileTokens; }
+  static std::size_t tiles(std::size_t tokens) {
+    return layout::round_up(tokens, layout::kTileTokens) / layout::kTileTokens;
+  }
 
   // Requires first_tokens <= begin < end <= coded_end(), and room for one more entry.
   void erase(LayerState& state, std::size_t begin, std::size_t end) noexcept {
@@ -578,8 +588,8 @@ class CacheCore {
     free_behind_window(layer, state);
   }
 
-  void read_row(const Layer& layer, const LayerState& state, Side side, std::size_t head, std::size_t at, std::size_t coded,
-                float* out) const noexcept {
+  void read_row(const Layer& layer, const LayerState& state, Side side, std::size_t head, std::size_t at,
+                std::size_t coded, float* out) const noexcept {
     const std::size_t width = layer.dim(side);
     const bool first = at < config_.first_tokens;
     if (first || at >= coded) {

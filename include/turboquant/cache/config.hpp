@@ -15,11 +15,11 @@ namespace turboquant {
 /// One layer of the model.
 struct LayerShape {
   std::uint32_t kv_heads = 1;
-  std::uint32_t head_dim = 128;     ///< coordinates of a key: a multiple of 16 of the form 2^k {1, 3, 5, 7, 9}, 32 to 1024
-  std::uint32_t value_dim = 0;      ///< coordinates of a value, same rule; 0: head_dim
-  std::uint32_t window = 0;         ///< 0: all keys; else a query at p sees keys j with p - j < window
-  std::uint32_t format = 0;         ///< index into the formats of KVCache<F...>
-  std::uint8_t center_bits = 8;     ///< bits per coordinate of a page's mean: 0 (not centred), 8 or 16
+  std::uint32_t head_dim = 128;  ///< coordinates of a key: a multiple of 16 of the form 2^k {1, 3, 5, 7, 9}, 32 to 1024
+  std::uint32_t value_dim = 0;   ///< coordinates of a value, same rule; 0: head_dim
+  std::uint32_t window = 0;      ///< 0: all keys; else a query at p sees keys j with p - j < window
+  std::uint32_t format = 0;      ///< index into the formats of KVCache<F...>
+  std::uint8_t center_bits = 8;  ///< bits per coordinate of a page's mean: 0 (not centred), 8 or 16
 };
 
 /// A whole cache. Token counts are per sequence.
@@ -59,7 +59,8 @@ inline std::string why_invalid(const CacheConfig& config, std::size_t formats) {
       return where + "value_dim: " + why_unsupported_dim(layer.value_dim);
     }
     if (layer.format >= formats) {
-      return where + "format is " + text(layer.format) + "; this cache has " + text(formats) + " format(s), counted from 0";
+      return where + "format is " + text(layer.format) + "; this cache has " + text(formats) +
+             " format(s), counted from 0";
     }
     if (layer.center_bits != 0 && layer.center_bits != 8 && layer.center_bits != 16) {
       return where + "center_bits is " + text(layer.center_bits) + "; supported are 0, 8 and 16";
@@ -70,10 +71,11 @@ inline std::string why_invalid(const CacheConfig& config, std::size_t formats) {
 
 /// What a cache holds, in bytes.
 struct MemoryUse {
-  std::size_t page_bytes;       ///< live pages, those set aside by reserve() included
-  std::size_t tail_bytes;       ///< live raw tiles, those set aside by reserve() included
-  std::size_t table_bytes;      ///< sequence tables
-  double bits_per_coordinate;   ///< of full pages: scales, centres, header and padding included; mean over all layers' coordinates
+  std::size_t page_bytes;      ///< live pages, those set aside by reserve() included
+  std::size_t tail_bytes;      ///< live raw tiles, those set aside by reserve() included
+  std::size_t table_bytes;     ///< sequence tables
+  double bits_per_coordinate;  ///< of full pages: scales, centres, header and padding included; mean over all layers'
+                               ///< coordinates
 };
 
 }  // namespace turboquant

@@ -22,8 +22,8 @@ struct Format {
   static constexpr std::uint32_t id = std::uint32_t{Key::id} << 16 | Value::id;
 };
 
-/// The recommended pair at each width: the least error at 2 and 3 bits; at 4 and 8 bits plain levels, which are small enough in
-/// error there and the fastest to read. docs/accuracy.md has the measurements.
+/// The recommended pair at each width: the least error at 2 and 3 bits; at 4 and 8 bits plain levels, which are small
+/// enough in error there and the fastest to read. docs/accuracy.md has the measurements.
 using TQ2 = Format<TrellisQuant<2>, TrellisQuant<2>>;
 using TQ3 = Format<TrellisQuant<3>, TrellisQuant<3>>;
 using TQ4 = Format<PolarQuant<4>, PolarQuant<4>>;
@@ -37,8 +37,8 @@ using kernels::RotationView;
 using kernels::SoftmaxState;
 using kernels::WeightSums;
 
-// The kernels of one format on one ISA, with the signatures of kernels/portable.hpp. The container is written once, against
-// this table; one indirect call covers a page or a tile.
+// The kernels of one format on one ISA, with the signatures of kernels/portable.hpp. The container is written once,
+// against this table; one indirect call covers a page or a tile.
 struct Operations {
   std::uint32_t format_id;
   const char* key_name;
@@ -54,8 +54,8 @@ struct Operations {
   void (*encode)(Side, const float*, std::size_t, const CodedTarget&, std::uint8_t*);
   void (*decode_row)(Side, const CodedPart&, std::size_t, float*);
   void (*prepare_query)(const RotationView&, const float*, QueryBlock&, std::size_t);
-  void (*score)(const CodedPart&, std::size_t, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*, float*,
-                std::size_t);
+  void (*score)(const CodedPart&, std::size_t, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*,
+                float*, std::size_t);
   void (*score_raw)(const bfloat16*, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*, float*,
                     std::size_t);
   void (*soft_cap)(float*, std::size_t, std::size_t, float);
@@ -104,17 +104,19 @@ inline constexpr Operations kOperations = {
         },
     .prepare_query = &K::prepare_query,
     .score =
-        [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, const QueryBlock& block, std::size_t row_begin,
-           std::size_t row_end, const float* factor, float* logits, std::size_t stride) {
-          K::score(part, F::key_codec::codes(), tile_begin, tile_end, block, row_begin, row_end, factor, logits, stride);
+        [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, const QueryBlock& block,
+           std::size_t row_begin, std::size_t row_end, const float* factor, float* logits, std::size_t stride) {
+          K::score(part, F::key_codec::codes(), tile_begin, tile_end, block, row_begin, row_end, factor, logits,
+                   stride);
         },
     .score_raw = &K::score_raw,
     .soft_cap = &K::soft_cap,
     .softmax_step = &K::softmax_step,
     .weigh = &K::weigh,
     .accumulate =
-        [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, std::size_t rows, const std::int16_t* weights,
-           std::size_t weight_stride, const WeightSums* sums, float* out, std::size_t out_stride) {
+        [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, std::size_t rows,
+           const std::int16_t* weights, std::size_t weight_stride, const WeightSums* sums, float* out,
+           std::size_t out_stride) {
           K::accumulate(part, F::value_codec::codes(), tile_begin, tile_end, rows, weights, weight_stride, sums, out,
                         out_stride);
         },

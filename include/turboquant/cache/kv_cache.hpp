@@ -10,9 +10,10 @@ namespace turboquant {
 
 /// The KV cache of a model. Each layer has one of the formats F... (LayerShape::format).
 ///
-/// Tokens are appended by `attend` (attention/attend.hpp). A call that fails changes nothing and says why. Calls on different
-/// sequences may run concurrently, also if they share pages; on one sequence const calls (length, read, logits, attend-only
-/// items) may run concurrently with each other, all others need it for themselves. The object can be neither copied nor moved.
+/// Tokens are appended by `attend` (attention/attend.hpp). A call that fails changes nothing and says why. Calls on
+/// different sequences may run concurrently, also if they share pages; on one sequence const calls (length, read,
+/// logits, attend-only items) may run concurrently with each other, all others need it for themselves. The object can
+/// be neither copied nor moved.
 template <class... F>
 class KVCache {
   static_assert(sizeof...(F) > 0, "KVCache needs at least one format, e.g. KVCache<TQ4>");
@@ -32,36 +33,38 @@ class KVCache {
     return core_.fork(source, length, created);
   }
 
-  /// Shortens all layers to `length`, layers ahead of others included. By at most rollback_tokens below the longest length it
-  /// has had, it leaves no trace; deeper, later tokens start a new page. Errors: unknown_sequence, bad_shape (beyond the
-  /// length), behind_window.
+  /// Shortens all layers to `length`, layers ahead of others included. By at most rollback_tokens below the longest
+  /// length it has had, it leaves no trace; deeper, later tokens start a new page. Errors: unknown_sequence, bad_shape
+  /// (beyond the length), behind_window.
   Status truncate(SequenceId sequence, std::size_t length) noexcept { return core_.truncate(sequence, length); }
 
-  /// Removes the positions [begin, end); later tokens move down by end - begin, codes and raw rows untouched. The range must
-  /// be coded (not among first_tokens or the raw tail), or reach the end. Errors: unknown_sequence, bad_shape, behind_window,
-  /// out_of_memory.
-  Status erase(SequenceId sequence, std::size_t begin, std::size_t end) noexcept { return core_.erase(sequence, begin, end); }
+  /// Removes the positions [begin, end); later tokens move down by end - begin, codes and raw rows untouched. The range
+  /// must be coded (not among first_tokens or the raw tail), or reach the end. Errors: unknown_sequence, bad_shape,
+  /// behind_window, out_of_memory.
+  Status erase(SequenceId sequence, std::size_t begin, std::size_t end) noexcept {
+    return core_.erase(sequence, begin, end);
+  }
 
-  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer; what is left of it is freed
-  /// when they have come. A later fork shares raw tiles and so may use some of it up: reserve again. Errors:
+  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer; what is left of it is
+  /// freed when they have come. A later fork shares raw tiles and so may use some of it up: reserve again. Errors:
   /// unknown_sequence, out_of_memory.
   Status reserve(SequenceId sequence, std::size_t tokens) noexcept { return core_.reserve(sequence, tokens); }
 
-  /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported sequences: it
-  /// gives up exact rollback below the sealed length. Errors: unknown_sequence, bad_shape (layers of unequal length),
-  /// out_of_memory.
+  /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported
+  /// sequences: it gives up exact rollback below the sealed length. Errors: unknown_sequence, bad_shape (layers of
+  /// unequal length), out_of_memory.
   Status seal(SequenceId sequence) noexcept { return core_.seal(sequence); }
 
-  /// Ends a sequence; its id is stale from now on. Unknown ids are ignored, and so are sequences of a pending plan: drop that
-  /// first.
+  /// Ends a sequence; its id is stale from now on. Unknown ids are ignored, and so are sequences of a pending plan:
+  /// drop that first.
   void release(SequenceId sequence) noexcept { core_.release(sequence); }
 
   /// Committed tokens: the minimum over the layers. 0 for an unknown sequence.
   std::size_t length(SequenceId sequence) const noexcept { return core_.length(sequence); }
 
-  /// Keys and values from position `begin` on, as the newest position sees them: raw rows as stored (bf16), codes decoded and
-  /// rotated back. keys: [tokens][kv_heads][head_dim], values: [tokens][kv_heads][value_dim]; either may be no rows. Errors:
-  /// unknown_sequence, bad_layer, bad_shape, behind_window.
+  /// Keys and values from position `begin` on, as the newest position sees them: raw rows as stored (bf16), codes
+  /// decoded and rotated back. keys: [tokens][kv_heads][head_dim], values: [tokens][kv_heads][value_dim]; either may be
+  /// no rows. Errors: unknown_sequence, bad_layer, bad_shape, behind_window.
   Status read(SequenceId sequence, std::size_t layer, std::size_t begin, Rows keys, Rows values) const noexcept {
     return core_.read(sequence, layer, begin, keys, values);
   }

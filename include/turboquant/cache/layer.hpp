@@ -76,15 +76,16 @@ struct Layer {
       for (const Side side : {Side::key, Side::value}) {
         const layout::SideLayout& at = side == Side::key ? page.key : page.value;
         std::memset(memory + at.center, 0, at.fragments - at.center);
-        const std::size_t codes = page_shape.tokens / 16 * (dim(side) / 16) *
-                                  layout::fragment_bytes(side == Side::key ? operations->key_bits : operations->value_bits);
+        const std::size_t codes =
+            page_shape.tokens / 16 * (dim(side) / 16) *
+            layout::fragment_bytes(side == Side::key ? operations->key_bits : operations->value_bits);
         std::memset(memory + at.fragments + codes, 0, at.end - at.fragments - codes);
       }
     }
   }
 
-  // Encodes one side of one head: row(t, out) yields token t of `count` as bf16 [dim]. Different (side, head) pairs of a page
-  // may be encoded at the same time. Requires clear_padding before.
+  // Encodes one side of one head: row(t, out) yields token t of `count` as bf16 [dim]. Different (side, head) pairs of
+  // a page may be encoded at the same time. Requires clear_padding before.
   template <class Row>
   void encode(Block* block, Side side, std::size_t head, std::size_t count, std::byte* scratch, Row row) const {
     const std::size_t width = dim(side);

@@ -41,8 +41,8 @@ struct Slab {
   unsigned size_class = 0;
 };
 
-// Thread-safe. Blocks of one size class are cut from slabs of their own; a slab that empties goes back to the source, except
-// one per class. `max_bytes` limits the live blocks, rounded up to 64 bytes each.
+// Thread-safe. Blocks of one size class are cut from slabs of their own; a slab that empties goes back to the source,
+// except one per class. `max_bytes` limits the live blocks, rounded up to 64 bytes each.
 class PagePool {
  public:
   PagePool(const MemorySource& source, std::size_t max_bytes) noexcept
@@ -78,7 +78,8 @@ class PagePool {
   [[nodiscard]] Block* acquire(unsigned size_class) noexcept {
     const std::lock_guard lock(mutex_);
     SizeClass& size = classes_[size_class];
-    if (max_bytes_ != 0 && (size.block_bytes > max_bytes_ || live_bytes_ > max_bytes_ - size.block_bytes)) return nullptr;
+    if (max_bytes_ != 0 && (size.block_bytes > max_bytes_ || live_bytes_ > max_bytes_ - size.block_bytes))
+      return nullptr;
     if ((size.slabs == nullptr || size.slabs->free == nullptr) && !add_slab(size, size_class)) return nullptr;
     Slab* slab = size.slabs;
     Block* block = slab->free;
@@ -201,7 +202,8 @@ class PagePool {
     slab->previous = slab->next = nullptr;
   }
 
-  // The front slab became full. It goes behind the next one if that has room; full slabs need no order among themselves.
+  // The front slab became full. It goes behind the next one if that has room; full slabs need no order among
+  // themselves.
   static void move_to_back(SizeClass& size, Slab* slab) noexcept {
     Slab* second = slab->next;
     if (second == nullptr || second->free == nullptr) return;

@@ -1,4 +1,5 @@
-// A sequence: per layer a table of entries (page, first, count) and raw tiles; and the table of all sequences of a cache.
+// A sequence: per layer a table of entries (page, first, count) and raw tiles; and the table of all sequences of a
+// cache.
 #pragma once
 
 #include <algorithm>
@@ -47,16 +48,17 @@ struct CodingRule {
   }
 };
 
-// One layer of a sequence. Positions: [0, first_tokens) raw in `first_tiles`; [held_begin, coded_end()) in entries, those
-// before held_begin were freed behind the window; [tail_begin, length) raw in `tail`, whose tiles start at tail_begin + 16 k.
-// Raw and coded ranges overlap by what rollback may need.
+// One layer of a sequence. Positions: [0, first_tokens) raw in `first_tiles`; [held_begin, coded_end()) in entries,
+// those before held_begin were freed behind the window; [tail_begin, length) raw in `tail`, whose tiles start at
+// tail_begin + 16 k. Raw and coded ranges overlap by what rollback may need.
 struct LayerState {
   std::size_t length = 0;
   std::size_t base = 0;  // where page counting starts: first_tokens, or the tokens coded at the last seal, erase or cut
   std::size_t tail_begin = 0;
   std::size_t held_begin = 0;       // first_tokens until pages are freed behind a window
   std::size_t reserved_length = 0;  // up to this length reserve() has promised memory
-  std::size_t dropped_entries = 0;  // so many were freed in front: entry i keeps the number dropped_entries + i for ever
+  std::size_t dropped_entries =
+      0;  // so many were freed in front: entry i keeps the number dropped_entries + i for ever
   Array<Entry> entries;
   Array<Block*> first_tiles;
   Array<Block*> tail;
@@ -94,7 +96,8 @@ class SequenceTable {
     const Slot* slot = slot_at(id.index);
     if (slot == nullptr) return nullptr;
     Sequence* sequence = slot->sequence.load(std::memory_order_acquire);
-    return sequence != nullptr && slot->generation.load(std::memory_order_acquire) == id.generation ? sequence : nullptr;
+    return sequence != nullptr && slot->generation.load(std::memory_order_acquire) == id.generation ? sequence
+                                                                                                    : nullptr;
   }
 
   // Takes over the sequence and names it; false if there was no memory.

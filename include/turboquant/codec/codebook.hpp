@@ -7,9 +7,9 @@
 
 namespace turboquant {
 
-// The positive levels; the table is symmetric. The fixed point of Lloyd's iteration, each level the mean of its cell and each
-// boundary the middle of two levels; tests/codec/codebook_test.cpp proves it. J. Max, "Quantizing for minimum distortion",
-// IRE Trans. Inform. Theory 6 (1960), table I, prints the same to four digits.
+// The positive levels; the table is symmetric. The fixed point of Lloyd's iteration, each level the mean of its cell
+// and each boundary the middle of two levels; tests/codec/codebook_test.cpp proves it. J. Max, "Quantizing for minimum
+// distortion", IRE Trans. Inform. Theory 6 (1960), table I, prints the same to four digits.
 template <unsigned B>
 inline constexpr std::array<double, (std::size_t{1} << (B - 1))> kLloydMaxLevels{};
 template <>
@@ -24,8 +24,8 @@ inline constexpr std::array<double, 8> kLloydMaxLevels<4>{0.12839502985114687, 0
                                                           0.9423404564869626,  1.2562311973471765,  1.618046386021885,
                                                           2.069017226531381,   2.73258957099517};
 
-/// Levels as integers: level(code) * step is within 0.5 step of the Lloyd-Max level of N(0, 1). The largest integer level is
-/// chosen, up to 127, so that rounding costs least error: 0.001 % (2 bits), 0.003 % (3 bits), 0.06 % (4 bits).
+/// Levels as integers: level(code) * step is within 0.5 step of the Lloyd-Max level of N(0, 1). The largest integer
+/// level is chosen, up to 127, so that rounding costs least error: 0.001 % (2 bits), 0.003 % (3 bits), 0.06 % (4 bits).
 template <unsigned B>
 struct Codebook {
   static constexpr std::size_t kHalf = std::size_t{1} << (B - 1);

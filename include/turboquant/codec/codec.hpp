@@ -42,13 +42,13 @@ concept Codec = requires(const float* rows, std::size_t count, std::uint8_t* scr
   { C::id } -> std::convertible_to<std::uint16_t>;
   { C::name } -> std::convertible_to<const char*>;
   { C::zero_points } -> std::convertible_to<bool>;
-  { C::codes() };
+  {C::codes()};
   { C::scratch_bytes(count, count) } -> std::convertible_to<std::size_t>;
   requires C::bits >= 1 && C::bits <= 8;
 };
 
-/// Keys are scored: an integer dot product with the query, times one scale. `query_planes` int8 planes of the query keep the
-/// rounding of the query below the error of the code.
+/// Keys are scored: an integer dot product with the query, times one scale. `query_planes` int8 planes of the query
+/// keep the rounding of the query below the error of the code.
 template <class C>
 concept KeyCodec = Codec<C> && !C::zero_points && requires {
   { C::query_planes } -> std::convertible_to<unsigned>;

@@ -1,4 +1,5 @@
-// PolarQuant<B>: length and direction; every rotated coordinate becomes the index of the nearest Lloyd-Max level of N(0, 1).
+// PolarQuant<B>: length and direction; every rotated coordinate becomes the index of the nearest Lloyd-Max level of
+// N(0, 1).
 #pragma once
 
 #include <algorithm>
@@ -10,16 +11,20 @@
 
 namespace turboquant {
 
-/// x ~ scale * level(code), B = 1, 2, 3, 4 or 8 bits per coordinate plus a bf16 scale per vector. B = 8 is the uniform int8
-/// grid. The name follows the community's use; the paper of that name (arXiv 2502.02617) codes polar angles. Mean squared
-/// error of random directions, least-squares scale, d = 128, with scale search: see docs and tests/codec.
+/// x ~ scale * level(code), B = 1, 2, 3, 4 or 8 bits per coordinate plus a bf16 scale per vector. B = 8 is the uniform
+/// int8 grid. The name follows the community's use; the paper of that name (arXiv 2502.02617) codes polar angles. Mean
+/// squared error of random directions, least-squares scale, d = 128, with scale search: see docs and tests/codec.
 /// Source: TurboQuant, arXiv 2504.19874, section 3.1 (MSE-optimal quantizer), with integer levels and a searched scale.
 template <unsigned B>
 struct PolarQuant {
   static_assert(B == 1 || B == 2 || B == 3 || B == 4 || B == 8, "PolarQuant has 1, 2, 3, 4 or 8 bits");
   static constexpr unsigned bits = B;
   static constexpr std::uint16_t id = 0x0100 + B;
-  static constexpr const char* name = B == 1 ? "polar1" : B == 2 ? "polar2" : B == 3 ? "polar3" : B == 4 ? "polar4" : "polar8";
+  static constexpr const char* name = B == 1   ? "polar1"
+                                      : B == 2 ? "polar2"
+                                      : B == 3 ? "polar3"
+                                      : B == 4 ? "polar4"
+                                               : "polar8";
   static constexpr bool zero_points = false;
   static constexpr unsigned query_planes = B == 8 ? 2 : 1;
 
@@ -43,8 +48,8 @@ struct PolarQuant {
       if constexpr (B == 8) {
         target.scales[t] = K::encode_int8(row, target.dim, options.scale, row_codes);
       } else {
-        target.scales[t] = K::template encode_levels<B>(row, target.dim, Codebook<B>::magnitudes.data(), Codebook<B>::kSpread,
-                                                        options.scale, options.search, row_codes);
+        target.scales[t] = K::template encode_levels<B>(row, target.dim, Codebook<B>::magnitudes.data(),
+                                                        Codebook<B>::kSpread, options.scale, options.search, row_codes);
       }
     }
     std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});

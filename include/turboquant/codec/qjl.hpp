@@ -1,4 +1,5 @@
-// One-bit sketches of inner products, to reproduce the papers: Qjl and TurboProd<B>. Encode and estimate only, not cache formats.
+// One-bit sketches of inner products, to reproduce the papers: Qjl and TurboProd<B>. Encode and estimate only, not
+// cache formats.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +16,9 @@ namespace turboquant {
 
 /// Quantized Johnson-Lindenstrauss: k becomes |k| and the signs of S k, one bit per coordinate.
 ///   <q, k> ~ |k| sqrt(pi / 2) / sqrt(dim) <S q, sign(S k)>,   S orthonormal, sign(0) = +1
-/// Unbiased over seeds up to 1 / (4 dim), which the asymptotic constant leaves. S is two random rotations in a row: one alone
-/// does not make every vector look Gaussian. Source: QJL, arXiv 2406.03482, definition 3.1 (there with Gaussian rows).
+/// Unbiased over seeds up to 1 / (4 dim), which the asymptotic constant leaves. S is two random rotations in a row: one
+/// alone does not make every vector look Gaussian. Source: QJL, arXiv 2406.03482, definition 3.1 (there with Gaussian
+/// rows).
 class Qjl {
  public:
   /// Requires is_supported_dim(dim).
@@ -66,9 +68,9 @@ class Qjl {
   Rotation first_, second_;
 };
 
-/// B bits per coordinate: PolarQuant<B - 1> of the rotated vector (plain nearest level, least-squares scale) and a Qjl sketch
-/// of what is left. Unbiased like Qjl, with variance about pi/2 times the residual energy over dim.
-/// Source: TurboQuant, arXiv 2504.19874, algorithm 2 (TurboQuant_prod). PolarQuant<B> with the unbiased scale has no bias
+/// B bits per coordinate: PolarQuant<B - 1> of the rotated vector (plain nearest level, least-squares scale) and a Qjl
+/// sketch of what is left. Unbiased like Qjl, with variance about pi/2 times the residual energy over dim. Source:
+/// TurboQuant, arXiv 2504.19874, algorithm 2 (TurboQuant_prod). PolarQuant<B> with the unbiased scale has no bias
 /// either and less variance at equal bits; tests/codec/qjl_test.cpp shows it.
 template <unsigned B>
 class TurboProd {
@@ -76,7 +78,7 @@ class TurboProd {
 
  public:
   struct Code {
-    float scale = 0;          ///< of the levels
+    float scale = 0;  ///< of the levels
     float residual_norm = 0;
     std::uint8_t levels[kMaxDim];
     std::uint8_t signs[kMaxDim / 8];
@@ -108,7 +110,8 @@ class TurboProd {
   /// The estimate of <q, k>; `sketch` false leaves the second stage out (biased).
   float estimate(const Query& query, const Code& code, bool sketch = true) const noexcept {
     double sum = 0;
-    for (std::size_t i = 0; i < dim(); ++i) sum += static_cast<double>(query.rotated[i]) * static_cast<double>(level(code, i));
+    for (std::size_t i = 0; i < dim(); ++i)
+      sum += static_cast<double>(query.rotated[i]) * static_cast<double>(level(code, i));
     const auto coarse = static_cast<float>(static_cast<double>(code.scale) * sum);
     return sketch ? coarse + sketch_.estimate(query.projected, code.residual_norm, code.signs) : coarse;
   }
@@ -116,7 +119,9 @@ class TurboProd {
  private:
   using Book = Codebook<B - 1>;
 
-  static float level(const Code& code, std::size_t i) noexcept { return static_cast<float>(Book::levels[code.levels[i]]); }
+  static float level(const Code& code, std::size_t i) noexcept {
+    return static_cast<float>(Book::levels[code.levels[i]]);
+  }
 
   kernels::RotationView view() const noexcept {
     const std::size_t order = base_order(dim());

@@ -9,9 +9,10 @@
 
 namespace turboquant {
 
-/// x ~ zero_point + scale * level, level = code - 2^(B-1); B = 2, 3, 4 or 8 bits per coordinate plus two bf16 per vector.
-/// Values only. Without search the error of a coordinate is at most half a step of the stored grid, one more rounding of the zero
-/// point (2^-8 of it) at the ends; with search less on average. PolarQuant<B> has less error in fewer bytes: see docs. Known as the value codec of the QJL write-ups (arXiv 2406.03482, section 3.2).
+/// x ~ zero_point + scale * level, level = code - 2^(B-1); B = 2, 3, 4 or 8 bits per coordinate plus two bf16 per
+/// vector. Values only. Without search the error of a coordinate is at most half a step of the stored grid, one more
+/// rounding of the zero point (2^-8 of it) at the ends; with search less on average. PolarQuant<B> has less error in
+/// fewer bytes: see docs. Known as the value codec of the QJL write-ups (arXiv 2406.03482, section 3.2).
 template <unsigned B>
 struct ScalarQuant {
   static_assert(B == 2 || B == 3 || B == 4 || B == 8, "ScalarQuant has 2, 3, 4 or 8 bits");
@@ -36,8 +37,8 @@ struct ScalarQuant {
   static void encode(Side side, const float* rows, std::size_t count, EncodeOptions options, const CodedTarget& target,
                      std::uint8_t* scratch) {
     for (std::size_t t = 0; t < count; ++t) {
-      target.scales[t] = K::template encode_minmax<B>(rows + t * target.dim, target.dim, options.search, target.zero_points[t],
-                                                      scratch + t * target.dim);
+      target.scales[t] = K::template encode_minmax<B>(rows + t * target.dim, target.dim, options.search,
+                                                      target.zero_points[t], scratch + t * target.dim);
     }
     std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});
     std::fill(target.zero_points + count, target.zero_points + target.page_tokens, bfloat16{0});
@@ -45,12 +46,11 @@ struct ScalarQuant {
   }
 
  private:
-  static constexpr std::int8_t levels_[16] = {-(1 << (B - 1)) + 0, -(1 << (B - 1)) + 1,  -(1 << (B - 1)) + 2,
-                                              -(1 << (B - 1)) + 3, -(1 << (B - 1)) + 4,  -(1 << (B - 1)) + 5,
-                                              -(1 << (B - 1)) + 6, -(1 << (B - 1)) + 7,  -(1 << (B - 1)) + 8,
-                                              -(1 << (B - 1)) + 9, -(1 << (B - 1)) + 10, -(1 << (B - 1)) + 11,
-                                              -(1 << (B - 1)) + 12, -(1 << (B - 1)) + 13, -(1 << (B - 1)) + 14,
-                                              -(1 << (B - 1)) + 15};
+  static constexpr std::int8_t levels_[16] = {
+      -(1 << (B - 1)) + 0,  -(1 << (B - 1)) + 1,  -(1 << (B - 1)) + 2,  -(1 << (B - 1)) + 3,
+      -(1 << (B - 1)) + 4,  -(1 << (B - 1)) + 5,  -(1 << (B - 1)) + 6,  -(1 << (B - 1)) + 7,
+      -(1 << (B - 1)) + 8,  -(1 << (B - 1)) + 9,  -(1 << (B - 1)) + 10, -(1 << (B - 1)) + 11,
+      -(1 << (B - 1)) + 12, -(1 << (B - 1)) + 13, -(1 << (B - 1)) + 14, -(1 << (B - 1)) + 15};
 };
 
 }  // namespace turboquant

@@ -12,11 +12,11 @@ namespace turboquant {
 
 /// Two functions that hand out and take back memory; both null: the library uses default_memory_source().
 struct MemorySource {
-    void* context = nullptr;  ///< first argument of both functions
-    /// `bytes` bytes at an address that is a multiple of `alignment` (a power of two), or nullptr; must not throw.
-    void* (*allocate)(void* context, std::size_t bytes, std::size_t alignment) = nullptr;
-    /// Takes back what `allocate` returned for the same number of bytes; must not throw.
-    void (*release)(void* context, void* memory, std::size_t bytes) = nullptr;
+  void* context = nullptr;  ///< first argument of both functions
+  /// `bytes` bytes at an address that is a multiple of `alignment` (a power of two), or nullptr; must not throw.
+  void* (*allocate)(void* context, std::size_t bytes, std::size_t alignment) = nullptr;
+  /// Takes back what `allocate` returned for the same number of bytes; must not throw.
+  void (*release)(void* context, void* memory, std::size_t bytes) = nullptr;
 };
 
 namespace detail {
@@ -27,23 +27,21 @@ inline constexpr std::size_t kHugePage = std::size_t(1) << 21;
 /// The alignment of a block of the default source. It follows from the size alone, because `release` learns only the
 /// size and the language wants the same alignment at operator delete as at operator new.
 [[nodiscard]] constexpr std::size_t block_alignment(std::size_t bytes) noexcept {
-    return bytes >= kHugePage ? kHugePage : kCacheLine;
+  return bytes >= kHugePage ? kHugePage : kCacheLine;
 }
 
 inline void* allocate_block(void*, std::size_t bytes, std::size_t alignment) noexcept {
-    if (alignment > block_alignment(bytes))
-        return nullptr;
-    void* memory = ::operator new(bytes, std::align_val_t(block_alignment(bytes)), std::nothrow);
+  if (alignment > block_alignment(bytes)) return nullptr;
+  void* memory = ::operator new(bytes, std::align_val_t(block_alignment(bytes)), std::nothrow);
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    // Only advice: where the system has no huge pages the call fails and nothing is lost.
-    if (memory != nullptr && bytes >= kHugePage)
-        (void)::madvise(memory, bytes & ~(kHugePage - 1), MADV_HUGEPAGE);
+  // Only advice: where the system has no huge pages the call fails and nothing is lost.
+  if (memory != nullptr && bytes >= kHugePage) (void)::madvise(memory, bytes & ~(kHugePage - 1), MADV_HUGEPAGE);
 #endif
-    return memory;
+  return memory;
 }
 
 inline void release_block(void*, void* memory, std::size_t bytes) noexcept {
-    ::operator delete(memory, std::align_val_t(block_alignment(bytes)));
+  ::operator delete(memory, std::align_val_t(block_alignment(bytes)));
 }
 
 }  // namespace detail
@@ -51,23 +49,23 @@ inline void release_block(void*, void* memory, std::size_t bytes) noexcept {
 /// Aligned operator new without exceptions. Blocks of at least 2 MiB are aligned to 2 MiB and advised for huge pages
 /// where the system has them. Alignments above 64 bytes (2 MiB for such blocks) are refused with nullptr.
 [[nodiscard]] inline MemorySource default_memory_source() noexcept {
-    return MemorySource{nullptr, &detail::allocate_block, &detail::release_block};
+  return MemorySource{nullptr, &detail::allocate_block, &detail::release_block};
 }
 
 /// Owns `bytes` bytes of uninitialised memory, aligned to 64 bytes. False if there was no memory.
 class Scratch {
-  public:
-    explicit Scratch(std::size_t bytes) noexcept
-        : memory_(static_cast<std::byte*>(::operator new(bytes, std::align_val_t(detail::kCacheLine), std::nothrow))) {}
-    ~Scratch() { ::operator delete(memory_, std::align_val_t(detail::kCacheLine)); }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
+ public:
+  explicit Scratch(std::size_t bytes) noexcept
+      : memory_(static_cast<std::byte*>(::operator new(bytes, std::align_val_t(detail::kCacheLine), std::nothrow))) {}
+  ~Scratch() { ::operator delete(memory_, std::align_val_t(detail::kCacheLine)); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
 
-    [[nodiscard]] std::byte* get() const noexcept { return memory_; }
-    [[nodiscard]] explicit operator bool() const noexcept { return memory_ != nullptr; }
+  [[nodiscard]] std::byte* get() const noexcept { return memory_; }
+  [[nodiscard]] explicit operator bool() const noexcept { return memory_ != nullptr; }
 
-  private:
-    std::byte* memory_;
+ private:
+  std::byte* memory_;
 };
 
 }  // namespace turboquant

@@ -15,72 +15,71 @@ namespace turboquant {
 /// Element (t, h, i) lies at `data + (t * token_stride + h * head_stride + i) * size_of(type)` bytes: `dim` is
 /// contiguous, strides are in elements and may be negative or zero. `data` needs no alignment. The view owns nothing.
 struct Rows {
-    void* data = nullptr;
-    DType type = DType::f32;
-    std::size_t tokens = 0, heads = 0, dim = 0;
-    std::ptrdiff_t token_stride = 0, head_stride = 0;
+  void* data = nullptr;
+  DType type = DType::f32;
+  std::size_t tokens = 0, heads = 0, dim = 0;
+  std::ptrdiff_t token_stride = 0, head_stride = 0;
 
-    /// No rows.
-    constexpr Rows() noexcept = default;
-    /// Contiguous rows of one element type.
-    constexpr Rows(float* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
-        : Rows(rows, DType::f32, token_count, head_count, dimension) {}
-    constexpr Rows(half* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
-        : Rows(rows, DType::f16, token_count, head_count, dimension) {}
-    constexpr Rows(bfloat16* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
-        : Rows(rows, DType::bf16, token_count, head_count, dimension) {}
-    constexpr Rows(void* rows, DType element, std::size_t token_count, std::size_t head_count,
-                   std::size_t dimension) noexcept
-        : Rows(rows, element, token_count, head_count, dimension, std::ptrdiff_t(head_count * dimension),
-               std::ptrdiff_t(dimension)) {}
-    /// Rows with strides, in elements.
-    constexpr Rows(void* rows, DType element, std::size_t token_count, std::size_t head_count, std::size_t dimension,
-                   std::ptrdiff_t stride_of_tokens, std::ptrdiff_t stride_of_heads) noexcept
-        : data(rows),
-          type(element),
-          tokens(token_count),
-          heads(head_count),
-          dim(dimension),
-          token_stride(stride_of_tokens),
-          head_stride(stride_of_heads) {}
+  /// No rows.
+  constexpr Rows() noexcept = default;
+  /// Contiguous rows of one element type.
+  constexpr Rows(float* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
+      : Rows(rows, DType::f32, token_count, head_count, dimension) {}
+  constexpr Rows(half* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
+      : Rows(rows, DType::f16, token_count, head_count, dimension) {}
+  constexpr Rows(bfloat16* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
+      : Rows(rows, DType::bf16, token_count, head_count, dimension) {}
+  constexpr Rows(void* rows, DType element, std::size_t token_count, std::size_t head_count,
+                 std::size_t dimension) noexcept
+      : Rows(rows, element, token_count, head_count, dimension, std::ptrdiff_t(head_count * dimension),
+             std::ptrdiff_t(dimension)) {}
+  /// Rows with strides, in elements.
+  constexpr Rows(void* rows, DType element, std::size_t token_count, std::size_t head_count, std::size_t dimension,
+                 std::ptrdiff_t stride_of_tokens, std::ptrdiff_t stride_of_heads) noexcept
+      : data(rows),
+        type(element),
+        tokens(token_count),
+        heads(head_count),
+        dim(dimension),
+        token_stride(stride_of_tokens),
+        head_stride(stride_of_heads) {}
 };
 
 /// Read-only view of rows [tokens][heads][dim]; otherwise as Rows.
 struct ConstRows {
-    const void* data = nullptr;
-    DType type = DType::f32;
-    std::size_t tokens = 0, heads = 0, dim = 0;
-    std::ptrdiff_t token_stride = 0, head_stride = 0;
+  const void* data = nullptr;
+  DType type = DType::f32;
+  std::size_t tokens = 0, heads = 0, dim = 0;
+  std::ptrdiff_t token_stride = 0, head_stride = 0;
 
-    /// No rows.
-    constexpr ConstRows() noexcept = default;
-    /// A writable view, for reading.
-    constexpr ConstRows(const Rows& rows) noexcept
-        : ConstRows(rows.data, rows.type, rows.tokens, rows.heads, rows.dim, rows.token_stride, rows.head_stride) {}
-    /// Contiguous rows of one element type.
-    constexpr ConstRows(const float* rows, std::size_t token_count, std::size_t head_count,
-                        std::size_t dimension) noexcept
-        : ConstRows(rows, DType::f32, token_count, head_count, dimension) {}
-    constexpr ConstRows(const half* rows, std::size_t token_count, std::size_t head_count,
-                        std::size_t dimension) noexcept
-        : ConstRows(rows, DType::f16, token_count, head_count, dimension) {}
-    constexpr ConstRows(const bfloat16* rows, std::size_t token_count, std::size_t head_count,
-                        std::size_t dimension) noexcept
-        : ConstRows(rows, DType::bf16, token_count, head_count, dimension) {}
-    constexpr ConstRows(const void* rows, DType element, std::size_t token_count, std::size_t head_count,
-                        std::size_t dimension) noexcept
-        : ConstRows(rows, element, token_count, head_count, dimension, std::ptrdiff_t(head_count * dimension),
-                    std::ptrdiff_t(dimension)) {}
-    /// Rows with strides, in elements.
-    constexpr ConstRows(const void* rows, DType element, std::size_t token_count, std::size_t head_count,
-                        std::size_t dimension, std::ptrdiff_t stride_of_tokens, std::ptrdiff_t stride_of_heads) noexcept
-        : data(rows),
-          type(element),
-          tokens(token_count),
-          heads(head_count),
-          dim(dimension),
-          token_stride(stride_of_tokens),
-          head_stride(stride_of_heads) {}
+  /// No rows.
+  constexpr ConstRows() noexcept = default;
+  /// A writable view, for reading.
+  constexpr ConstRows(const Rows& rows) noexcept
+      : ConstRows(rows.data, rows.type, rows.tokens, rows.heads, rows.dim, rows.token_stride, rows.head_stride) {}
+  /// Contiguous rows of one element type.
+  constexpr ConstRows(const float* rows, std::size_t token_count, std::size_t head_count,
+                      std::size_t dimension) noexcept
+      : ConstRows(rows, DType::f32, token_count, head_count, dimension) {}
+  constexpr ConstRows(const half* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
+      : ConstRows(rows, DType::f16, token_count, head_count, dimension) {}
+  constexpr ConstRows(const bfloat16* rows, std::size_t token_count, std::size_t head_count,
+                      std::size_t dimension) noexcept
+      : ConstRows(rows, DType::bf16, token_count, head_count, dimension) {}
+  constexpr ConstRows(const void* rows, DType element, std::size_t token_count, std::size_t head_count,
+                      std::size_t dimension) noexcept
+      : ConstRows(rows, element, token_count, head_count, dimension, std::ptrdiff_t(head_count * dimension),
+                  std::ptrdiff_t(dimension)) {}
+  /// Rows with strides, in elements.
+  constexpr ConstRows(const void* rows, DType element, std::size_t token_count, std::size_t head_count,
+                      std::size_t dimension, std::ptrdiff_t stride_of_tokens, std::ptrdiff_t stride_of_heads) noexcept
+      : data(rows),
+        type(element),
+        tokens(token_count),
+        heads(head_count),
+        dim(dimension),
+        token_stride(stride_of_tokens),
+        head_stride(stride_of_heads) {}
 };
 
 namespace detail {
@@ -88,25 +87,25 @@ namespace detail {
 /// Bytes from `data` to element 0 of row (token, head).
 template <class View>
 [[nodiscard]] constexpr std::ptrdiff_t row_offset(const View& rows, std::size_t token, std::size_t head) noexcept {
-    return (std::ptrdiff_t(token) * rows.token_stride + std::ptrdiff_t(head) * rows.head_stride) *
-           std::ptrdiff_t(size_of(rows.type));
+  return (std::ptrdiff_t(token) * rows.token_stride + std::ptrdiff_t(head) * rows.head_stride) *
+         std::ptrdiff_t(size_of(rows.type));
 }
 
 [[nodiscard]] inline const std::byte* row_begin(const ConstRows& rows, std::size_t token, std::size_t head) noexcept {
-    return static_cast<const std::byte*>(rows.data) + row_offset(rows, token, head);
+  return static_cast<const std::byte*>(rows.data) + row_offset(rows, token, head);
 }
 
 /// Element i of a row at any address.
 template <class T>
 [[nodiscard]] inline T element(const std::byte* row, std::size_t i) noexcept {
-    T value;
-    std::memcpy(&value, row + i * sizeof(T), sizeof(T));
-    return value;
+  T value;
+  std::memcpy(&value, row + i * sizeof(T), sizeof(T));
+  return value;
 }
 
 template <class T>
 inline void set_element(std::byte* row, std::size_t i, T value) noexcept {
-    std::memcpy(row + i * sizeof(T), &value, sizeof(T));
+  std::memcpy(row + i * sizeof(T), &value, sizeof(T));
 }
 
 /// True if no element of the row has, as a float, magnitude bits that round to a bfloat16 above `limit`, or, for
@@ -114,29 +113,25 @@ inline void set_element(std::byte* row, std::size_t i, T value) noexcept {
 template <bool kRound>
 [[nodiscard]] inline bool is_row_at_most(const ConstRows& rows, std::size_t token, std::size_t head,
                                          std::uint32_t limit) noexcept {
-    const std::byte* row = row_begin(rows, token, head);
-    std::uint32_t largest = 0;  // a maximum instead of an early exit: the loop vectorises
-    const auto take = [&largest](float x) noexcept {
-        std::uint32_t magnitude = std::bit_cast<std::uint32_t>(x) & 0x7fffffffu;
-        if constexpr (kRound)
-            magnitude = (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16;
-        largest = largest < magnitude ? magnitude : largest;
-    };
-    switch (rows.type) {
-        case DType::f32:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                take(element<float>(row, i));
-            break;
-        case DType::f16:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                take(to_float(element<half>(row, i)));
-            break;
-        case DType::bf16:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                take(to_float(element<bfloat16>(row, i)));
-            break;
-    }
-    return largest <= limit;
+  const std::byte* row = row_begin(rows, token, head);
+  std::uint32_t largest = 0;  // a maximum instead of an early exit: the loop vectorises
+  const auto take = [&largest](float x) noexcept {
+    std::uint32_t magnitude = std::bit_cast<std::uint32_t>(x) & 0x7fffffffu;
+    if constexpr (kRound) magnitude = (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16;
+    largest = largest < magnitude ? magnitude : largest;
+  };
+  switch (rows.type) {
+    case DType::f32:
+      for (std::size_t i = 0; i < rows.dim; ++i) take(element<float>(row, i));
+      break;
+    case DType::f16:
+      for (std::size_t i = 0; i < rows.dim; ++i) take(to_float(element<half>(row, i)));
+      break;
+    case DType::bf16:
+      for (std::size_t i = 0; i < rows.dim; ++i) take(to_float(element<bfloat16>(row, i)));
+      break;
+  }
+  return largest <= limit;
 }
 
 }  // namespace detail
@@ -144,72 +139,64 @@ template <bool kRound>
 /// out[i] = element (token, head, i), widened exactly. `out`: rows.dim floats. Requires token < rows.tokens,
 /// head < rows.heads.
 inline void load_row(const ConstRows& rows, std::size_t token, std::size_t head, float* out) noexcept {
-    const std::byte* row = detail::row_begin(rows, token, head);
-    switch (rows.type) {
-        case DType::f32:
-            if (rows.dim != 0)
-                std::memcpy(out, row, rows.dim * sizeof(float));
-            break;
-        case DType::f16:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                out[i] = to_float(detail::element<half>(row, i));
-            break;
-        case DType::bf16:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                out[i] = to_float(detail::element<bfloat16>(row, i));
-            break;
-    }
+  const std::byte* row = detail::row_begin(rows, token, head);
+  switch (rows.type) {
+    case DType::f32:
+      if (rows.dim != 0) std::memcpy(out, row, rows.dim * sizeof(float));
+      break;
+    case DType::f16:
+      for (std::size_t i = 0; i < rows.dim; ++i) out[i] = to_float(detail::element<half>(row, i));
+      break;
+    case DType::bf16:
+      for (std::size_t i = 0; i < rows.dim; ++i) out[i] = to_float(detail::element<bfloat16>(row, i));
+      break;
+  }
 }
 
 /// out[i] = element (token, head, i), rounded to the nearest bfloat16, ties to even. bf16 rows are copied bit by bit.
 /// `out`: rows.dim elements. Requires token < rows.tokens, head < rows.heads.
 inline void load_row(const ConstRows& rows, std::size_t token, std::size_t head, bfloat16* out) noexcept {
-    const std::byte* row = detail::row_begin(rows, token, head);
-    switch (rows.type) {
-        case DType::f32:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                out[i] = to_bfloat16(detail::element<float>(row, i));
-            break;
-        case DType::f16:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                out[i] = to_bfloat16(to_float(detail::element<half>(row, i)));
-            break;
-        case DType::bf16:
-            if (rows.dim != 0)
-                std::memcpy(out, row, rows.dim * sizeof(bfloat16));
-            break;
-    }
+  const std::byte* row = detail::row_begin(rows, token, head);
+  switch (rows.type) {
+    case DType::f32:
+      for (std::size_t i = 0; i < rows.dim; ++i) out[i] = to_bfloat16(detail::element<float>(row, i));
+      break;
+    case DType::f16:
+      for (std::size_t i = 0; i < rows.dim; ++i) out[i] = to_bfloat16(to_float(detail::element<half>(row, i)));
+      break;
+    case DType::bf16:
+      if (rows.dim != 0) std::memcpy(out, row, rows.dim * sizeof(bfloat16));
+      break;
+  }
 }
 
 /// Element (token, head, i) = in[i], rounded to the nearest value of the view's type, ties to even. `in`: rows.dim
 /// floats. Requires token < rows.tokens, head < rows.heads.
 inline void store_row(const Rows& rows, std::size_t token, std::size_t head, const float* in) noexcept {
-    std::byte* row = static_cast<std::byte*>(rows.data) + detail::row_offset(rows, token, head);
-    switch (rows.type) {
-        case DType::f32:
-            if (rows.dim != 0)
-                std::memcpy(row, in, rows.dim * sizeof(float));
-            break;
-        case DType::f16:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                detail::set_element(row, i, to_half(in[i]));
-            break;
-        case DType::bf16:
-            for (std::size_t i = 0; i < rows.dim; ++i)
-                detail::set_element(row, i, to_bfloat16(in[i]));
-            break;
-    }
+  std::byte* row = static_cast<std::byte*>(rows.data) + detail::row_offset(rows, token, head);
+  switch (rows.type) {
+    case DType::f32:
+      if (rows.dim != 0) std::memcpy(row, in, rows.dim * sizeof(float));
+      break;
+    case DType::f16:
+      for (std::size_t i = 0; i < rows.dim; ++i) detail::set_element(row, i, to_half(in[i]));
+      break;
+    case DType::bf16:
+      for (std::size_t i = 0; i < rows.dim; ++i) detail::set_element(row, i, to_bfloat16(in[i]));
+      break;
+  }
 }
 
-/// True if every element of the row is finite and at most 2^96 in magnitude after rounding to bfloat16: below that neither
-/// the scales and means of a page overflow nor the sums of attention over 2^26 tokens. Requires token < rows.tokens, head < rows.heads.
+/// True if every element of the row is finite and at most 2^96 in magnitude after rounding to bfloat16: below that
+/// neither the scales and means of a page overflow nor the sums of attention over 2^26 tokens. Requires token <
+/// rows.tokens, head < rows.heads.
 [[nodiscard]] inline bool is_storable_row(const ConstRows& rows, std::size_t token, std::size_t head) noexcept {
-    return detail::is_row_at_most<true>(rows, token, head, (96u + 127u) << 7);
+  return detail::is_row_at_most<true>(rows, token, head, (96u + 127u) << 7);
 }
 
 /// True if no element of the row is infinite or NaN. Requires token < rows.tokens, head < rows.heads.
 [[nodiscard]] inline bool is_finite_row(const ConstRows& rows, std::size_t token, std::size_t head) noexcept {
-    return detail::is_row_at_most<false>(rows, token, head, 0x7f7fffffu);
+  return detail::is_row_at_most<false>(rows, token, head, 0x7f7fffffu);
 }
 
 }  // namespace turboquant

@@ -15,54 +15,54 @@ inline constexpr std::size_t npos = std::size_t(-1);
 /// `expected` and `found` are the two numbers that disagree, where that makes sense, else both 0.
 /// Never allocates; compares with a code: `if (status == Status::ok)`.
 struct [[nodiscard]] Status {
-    enum Code : std::uint8_t {
-        ok,
-        out_of_memory,
-        non_finite_input,
-        unknown_sequence,
-        bad_layer,
-        bad_shape,
-        behind_window,
-        corrupt_file,
-        format_mismatch,
-        io_error
-    };
+  enum Code : std::uint8_t {
+    ok,
+    out_of_memory,
+    non_finite_input,
+    unknown_sequence,
+    bad_layer,
+    bad_shape,
+    behind_window,
+    corrupt_file,
+    format_mismatch,
+    io_error
+  };
 
-    Code code = ok;
-    const char* field = "";
-    std::int64_t expected = 0, found = 0;
+  Code code = ok;
+  const char* field = "";
+  std::int64_t expected = 0, found = 0;
 
-    constexpr Status(Code why = ok, const char* what = "", std::int64_t wanted = 0, std::int64_t got = 0) noexcept
-        : code(why), field(what), expected(wanted), found(got) {}
+  constexpr Status(Code why = ok, const char* what = "", std::int64_t wanted = 0, std::int64_t got = 0) noexcept
+      : code(why), field(what), expected(wanted), found(got) {}
 
-    friend constexpr bool operator==(const Status& status, Code other) noexcept { return status.code == other; }
+  friend constexpr bool operator==(const Status& status, Code other) noexcept { return status.code == other; }
 };
 
 /// The name of a code as it is written in C++, for messages; "unknown code" for a value that is no code.
 [[nodiscard]] constexpr const char* to_string(Status::Code code) noexcept {
-    switch (code) {
-        case Status::ok:
-            return "ok";
-        case Status::out_of_memory:
-            return "out_of_memory";
-        case Status::non_finite_input:
-            return "non_finite_input";
-        case Status::unknown_sequence:
-            return "unknown_sequence";
-        case Status::bad_layer:
-            return "bad_layer";
-        case Status::bad_shape:
-            return "bad_shape";
-        case Status::behind_window:
-            return "behind_window";
-        case Status::corrupt_file:
-            return "corrupt_file";
-        case Status::format_mismatch:
-            return "format_mismatch";
-        case Status::io_error:
-            return "io_error";
-    }
-    return "unknown code";
+  switch (code) {
+    case Status::ok:
+      return "ok";
+    case Status::out_of_memory:
+      return "out_of_memory";
+    case Status::non_finite_input:
+      return "non_finite_input";
+    case Status::unknown_sequence:
+      return "unknown_sequence";
+    case Status::bad_layer:
+      return "bad_layer";
+    case Status::bad_shape:
+      return "bad_shape";
+    case Status::behind_window:
+      return "behind_window";
+    case Status::corrupt_file:
+      return "corrupt_file";
+    case Status::format_mismatch:
+      return "format_mismatch";
+    case Status::io_error:
+      return "io_error";
+  }
+  return "unknown code";
 }
 
 }  // namespace turboquant

@@ -34,25 +34,26 @@ enum class ScaleRule : std::uint8_t {
 ///   x[t][i] = center_scale * center[i] + scales[t] * level(t, i) + zero_points[t]
 struct CodedPart {
   std::size_t dim = 0;
-  std::size_t page_tokens = 0;              ///< tokens the page has room for: the stride of value fragments
-  unsigned center_bits = 0;                 ///< 0, 8 or 16
-  const std::uint8_t* center = nullptr;     ///< dim int8 or int16 (little-endian)
+  std::size_t page_tokens = 0;           ///< tokens the page has room for: the stride of value fragments
+  unsigned center_bits = 0;              ///< 0, 8 or 16
+  const std::uint8_t* center = nullptr;  ///< dim int8 or int16 (little-endian)
   float center_scale = 0;
-  const bfloat16* scales = nullptr;         ///< page_tokens
-  const bfloat16* zero_points = nullptr;    ///< page_tokens, or null
+  const bfloat16* scales = nullptr;       ///< page_tokens
+  const bfloat16* zero_points = nullptr;  ///< page_tokens, or null
   const std::uint8_t* fragments = nullptr;
 };
 
-/// Queries of one block, prepared: q[r] = unit[r] * normal[r], |normal| in [1, 4) at its largest coordinate, so that no dot
-/// product with a stored key (at most 2^96) overflows.
+/// Queries of one block, prepared: q[r] = unit[r] * normal[r], |normal| in [1, 4) at its largest coordinate, so that no
+/// dot product with a stored key (at most 2^96) overflows.
 struct QueryBlock {
   std::size_t rows = 0, dim = 0;
-  float* normal = nullptr;        ///< [rows][dim], not rotated: for raw keys
-  float* rotated = nullptr;       ///< [rows][dim]: for centres
-  std::int8_t* planes = nullptr;  ///< [rows][plane_count][dim]: for codes. One plane: rotated ~ step * p0, p0 in [-127, 127].
-  unsigned plane_count = 1;       ///< Two planes: rotated ~ step * (128 p0 + p1), p0 in [-127, 127], p1 in [-64, 63].
-  float* step = nullptr;          ///< [rows]
-  float* unit = nullptr;          ///< [rows], a power of two
+  float* normal = nullptr;   ///< [rows][dim], not rotated: for raw keys
+  float* rotated = nullptr;  ///< [rows][dim]: for centres
+  std::int8_t* planes =
+      nullptr;  ///< [rows][plane_count][dim]: for codes. One plane: rotated ~ step * p0, p0 in [-127, 127].
+  unsigned plane_count = 1;  ///< Two planes: rotated ~ step * (128 p0 + p1), p0 in [-127, 127], p1 in [-64, 63].
+  float* step = nullptr;     ///< [rows]
+  float* unit = nullptr;     ///< [rows], a power of two
 };
 
 /// Running softmax of one query: the largest logit seen and the sum of exp(logit - largest). sum == 0: no key seen yet.

@@ -34,19 +34,20 @@ struct FloatVector {
 using FloatVector = xsimd::batch<float>;
 #endif
 
-/// The kernels. `V` is the vector of the translation unit's own target, so that units compiled with different flags do not
-/// share a symbol. All functions are static, allocate nothing and never throw. Pointers need the alignment of their type
-/// only. Bytes written by `center_rows`, `encode_*` and `pack` are the same for every V, compiler and optimisation level:
-/// element-wise IEEE operations in a fixed order, sums in double or in integers, and no float product that meets an addition
-/// unless it is exact.
+/// The kernels. `V` is the vector of the translation unit's own target, so that units compiled with different flags do
+/// not share a symbol. All functions are static, allocate nothing and never throw. Pointers need the alignment of their
+/// type only. Bytes written by `center_rows`, `encode_*` and `pack` are the same for every V, compiler and optimisation
+/// level: element-wise IEEE operations in a fixed order, sums in double or in integers, and no float product that meets
+/// an addition unless it is exact.
 template <class V>
 struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>> {
   static constexpr const char* name = "portable";
 
-  // ---- rotation ------------------------------------------------------------------------------------------------------
+  // ---- rotation
+  // ------------------------------------------------------------------------------------------------------
 
-  /// out = R in. in, out: [dim], may be the same. Scaled by a power of two on the way: inputs up to the largest float in
-  /// magnitude neither overflow nor vanish before the result does.
+  /// out = R in. in, out: [dim], may be the same. Scaled by a power of two on the way: inputs up to the largest float
+  /// in magnitude neither overflow nor vanish before the result does.
   static void rotate(const RotationView& r, const float* in, float* out) {
     const float back = normalize(in, r.dim, out);
     for (std::size_t i = 0; i < r.dim; ++i) out[i] *= r.signs[i];
@@ -62,7 +63,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     scale_back(r.dim, out, back);
   }
 
-  // ---- decoding ------------------------------------------------------------------------------------------------------
+  // ---- decoding
+  // ------------------------------------------------------------------------------------------------------
 
   /// out[i] = part.center_scale * part.center[i], in the rotated domain; zeros without centring. out: [part.dim].
   static void decode_center(const CodedPart& part, float* out) {
@@ -93,7 +95,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     }
   }
 
-  // ---- queries and logits --------------------------------------------------------------------------------------------
+  // ---- queries and logits
+  // --------------------------------------------------------------------------------------------
 
   /// Prepares row r of the block from q [dim]: normalises by a power of two, rotates, rounds to int8 planes.
   static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r) {
@@ -119,14 +122,14 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     }
   }
 
-  /// logits[(r - row_begin) * stride + t] = factor[r] * <q_r, k_t> for the tokens t of the tiles [tile_begin, tile_end) of a
-  /// page, in units of block.unit, saturated to the largest finite float:
+  /// logits[(r - row_begin) * stride + t] = factor[r] * <q_r, k_t> for the tokens t of the tiles [tile_begin, tile_end)
+  /// of a page, in units of block.unit, saturated to the largest finite float:
   ///   <q, k_t> = step scale_t (sum of plane_i level_ti) + sum of rotated_i center_i
   /// The integer sum is exact: at most 1024 * 127 * 16319 < 2^31.
   template <class Codes>
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
-                    const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor, float* logits,
-                    std::size_t stride) {
+                    const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor,
+                    float* logits, std::size_t stride) {
     const std::size_t groups = part.dim / 16;
     float center[kMaxRow];
     if (part.center_bits != 0) decode_center(part, center);
@@ -173,7 +176,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     }
   }
 
-  // ---- softmax -------------------------------------------------------------------------------------------------------
+  // ---- softmax
+  // -------------------------------------------------------------------------------------------------------
 
   /// logit -> cap tanh(logit / cap), for [begin, end). Relative error below 1e-6.
   static void soft_cap(float* logits, std::size_t begin, std::size_t end, float cap) {
@@ -187,8 +191,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     }
   }
 
-  /// One step of the online softmax over the logits [begin, end), of which only [low, high) are visible (others count as
-  /// masked and become 0): logits[t] -> p[t] = exp(logits[t] - state.largest), state updated. Returns the factor
+  /// One step of the online softmax over the logits [begin, end), of which only [low, high) are visible (others count
+  /// as masked and become 0): logits[t] -> p[t] = exp(logits[t] - state.largest), state updated. Returns the factor
   /// exp(old largest - new largest) by which earlier accumulators must be multiplied. Requires low < high.
   static float softmax_step(float* logits, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
                             SoftmaxState& state) {
@@ -205,9 +209,10 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     return factor;
   }
 
-  /// Weights for the values of the tokens [begin, end): weights[t] = round(p[t] scales[t] / coefficient) in [0, 16383], the
-  /// largest of the page being 16383.
-  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end, std::int16_t* weights) {
+  /// Weights for the values of the tokens [begin, end): weights[t] = round(p[t] scales[t] / coefficient) in [0, 16383],
+  /// the largest of the page being 16383.
+  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end,
+                          std::int16_t* weights) {
     WeightSums sums{0, 0, 0};
     float largest = 0;
     float product[kMaxPage], lanes[16] = {}, zero_lanes[16] = {};
@@ -227,15 +232,16 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     return sums;
   }
 
-  // ---- accumulation --------------------------------------------------------------------------------------------------
+  // ---- accumulation
+  // --------------------------------------------------------------------------------------------------
 
-  /// out[r * out_stride + i] += coefficient_r (sum of weights_rt level_ti) + probability_r center_i + zero_point_r for the
-  /// tokens of the tiles [tile_begin, tile_end), in the rotated domain; weights: [rows][weight_stride], indexed by token of
-  /// the page. Rows of probability 0 are left alone. The integer sum is exact: 256 * 16383 * 127 < 2^31.
+  /// out[r * out_stride + i] += coefficient_r (sum of weights_rt level_ti) + probability_r center_i + zero_point_r for
+  /// the tokens of the tiles [tile_begin, tile_end), in the rotated domain; weights: [rows][weight_stride], indexed by
+  /// token of the page. Rows of probability 0 are left alone. The integer sum is exact: 256 * 16383 * 127 < 2^31.
   template <class Codes>
   static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
-                         std::size_t rows, const std::int16_t* weights, std::size_t weight_stride, const WeightSums* sums,
-                         float* out, std::size_t out_stride) {
+                         std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
+                         const WeightSums* sums, float* out, std::size_t out_stride) {
     const std::size_t groups = part.dim / 16;
     constexpr std::size_t kRows = 8;
     std::int16_t levels[layout::kFragmentCodes];
@@ -271,8 +277,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
 
   /// The raw twin of accumulate: out[r * out_stride + i] += sum of p_rt values[t][i]; values [count][dim] in bf16,
   /// p: [rows][p_stride]. Tokens with p == 0 are left out for that row.
-  static void accumulate_raw(const bfloat16* values, std::size_t count, std::size_t dim, std::size_t rows, const float* p,
-                             std::size_t p_stride, float* out, std::size_t out_stride) {
+  static void accumulate_raw(const bfloat16* values, std::size_t count, std::size_t dim, std::size_t rows,
+                             const float* p, std::size_t p_stride, float* out, std::size_t out_stride) {
     float value[kMaxRow];
     for (std::size_t t = 0; t < count; ++t) {
       widen(values + t * dim, dim, value);
@@ -293,7 +299,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     for (std::size_t i = 0; i < dim; ++i) out[i] = a * out[i] + b * other[i];
   }
 
-  /// exp(x) for x <= 0, relative error below 2e-7; 0 below -87, so that no weight is subnormal. One polynomial, fixed order.
+  /// exp(x) for x <= 0, relative error below 2e-7; 0 below -87, so that no weight is subnormal. One polynomial, fixed
+  /// order.
   static float exp_negative(float x) {
     const float clamped = x < -87.0f ? -87.0f : x;
     const auto n = static_cast<std::int32_t>(clamped * 1.44269504f - 0.5f);
@@ -405,8 +412,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
                                 layout::fragment_bytes(Codes::bits);
   }
 
-  // The last 16 bytes of the fragment before, which codes with a memory continue. A tile of keys and the whole section of values
-  // are closed: the last fragment comes before the first.
+  // The last 16 bytes of the fragment before, which codes with a memory continue. A tile of keys and the whole section
+  // of values are closed: the last fragment comes before the first.
   template <class Codes>
   static const std::uint8_t* history_of(layout::Side side, const CodedPart& part, const Codes&, std::size_t tile,
                                         std::size_t group) {
@@ -418,8 +425,8 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     return part.fragments + end * layout::fragment_bytes(Codes::bits) - 16;
   }
 
-  // levels[16 * depth + lane]: depth is the coordinate of a key fragment, the token of a value fragment. The fields are those
-  // of layout/fragment.hpp, written out per width; a test compares the two.
+  // levels[16 * depth + lane]: depth is the coordinate of a key fragment, the token of a value fragment. The fields are
+  // those of layout/fragment.hpp, written out per width; a test compares the two.
   template <unsigned B>
   static void unpack(const std::uint8_t* fragment, const LevelCodes<B>& codes, const std::uint8_t* /*history*/,
                      std::int16_t* levels) {

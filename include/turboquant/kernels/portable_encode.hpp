@@ -1,4 +1,5 @@
-// Encoding in portable C++: centring a page, choosing codes and scales, packing fragments. Part of kernels/portable.hpp.
+// Encoding in portable C++: centring a page, choosing codes and scales, packing fragments. Part of
+// kernels/portable.hpp.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +19,9 @@ namespace turboquant::kernels {
 /// The encoding kernels. What they write is the same for every V, compiler and optimisation level; see PortableKernels.
 template <class V>
 struct PortableEncoders {
-  /// Computes the mean of `count` rows, stores it in `bits` (8 or 16) per coordinate with one bf16 scale, and subtracts what
-  /// was stored: rows[t][i] -= scale * center[i]. The product is exact (8 + 15 bits). rows: [count][dim]. Returns the scale;
-  /// zero if the mean vanishes.
+  /// Computes the mean of `count` rows, stores it in `bits` (8 or 16) per coordinate with one bf16 scale, and subtracts
+  /// what was stored: rows[t][i] -= scale * center[i]. The product is exact (8 + 15 bits). rows: [count][dim]. Returns
+  /// the scale; zero if the mean vanishes.
   static bfloat16 center_rows(float* rows, std::size_t count, std::size_t dim, unsigned bits, std::uint8_t* center) {
     constexpr std::size_t kChunk = 64;
     double mean[kChunk];
@@ -65,13 +66,13 @@ struct PortableEncoders {
   }
 
   /// Nearest-level coding of one row x with a symmetric table of 2^B levels (B = 1..4; `magnitudes`: the upper half,
-  /// ascending). `spread` is sqrt(mean of x^2) in level units. With `search` the scale is searched on a grid before rounding:
-  /// the candidate with the largest <x, c>^2 / |c|^2 wins, the first among equals. codes: [dim], index into the ascending
-  /// table. Works on integers: x is first rounded to 15 bits relative to its largest magnitude. Returns the scale to store;
-  /// zero for the zero row, whose codes are all those of +0.
+  /// ascending). `spread` is sqrt(mean of x^2) in level units. With `search` the scale is searched on a grid before
+  /// rounding: the candidate with the largest <x, c>^2 / |c|^2 wins, the first among equals. codes: [dim], index into
+  /// the ascending table. Works on integers: x is first rounded to 15 bits relative to its largest magnitude. Returns
+  /// the scale to store; zero for the zero row, whose codes are all those of +0.
   template <unsigned B>
-  static bfloat16 encode_levels(const float* x, std::size_t dim, const std::int8_t* magnitudes, double spread, ScaleRule rule,
-                                bool search, std::uint8_t* codes) {
+  static bfloat16 encode_levels(const float* x, std::size_t dim, const std::int8_t* magnitudes, double spread,
+                                ScaleRule rule, bool search, std::uint8_t* codes) {
     constexpr std::size_t kHalf = std::size_t{1} << (B - 1);
     std::int16_t fixed[kMaxRow];
     const Fixed row = to_fixed(x, dim, fixed);
@@ -148,12 +149,13 @@ struct PortableEncoders {
     return final_scale(row, static_cast<double>(dot), static_cast<double>(norm), rule);
   }
 
-  /// Min-max grid over one row: x ~ zero_point + scale * level, level = code - 2^(B-1). Codes come from the stored (rounded)
-  /// scale and zero point. With `search` narrower grids, down to half the range, are tried too: clipping the ends may cost less
-  /// than it saves; the least squared error wins, the widest among equals. A constant row has scale zero. codes: [dim]; for
-  /// B = 8 the int8 bits of the level.
+  /// Min-max grid over one row: x ~ zero_point + scale * level, level = code - 2^(B-1). Codes come from the stored
+  /// (rounded) scale and zero point. With `search` narrower grids, down to half the range, are tried too: clipping the
+  /// ends may cost less than it saves; the least squared error wins, the widest among equals. A constant row has scale
+  /// zero. codes: [dim]; for B = 8 the int8 bits of the level.
   template <unsigned B>
-  static bfloat16 encode_minmax(const float* x, std::size_t dim, bool search, bfloat16& zero_point, std::uint8_t* codes) {
+  static bfloat16 encode_minmax(const float* x, std::size_t dim, bool search, bfloat16& zero_point,
+                                std::uint8_t* codes) {
     constexpr float kSteps = static_cast<float>((1u << B) - 1);
     constexpr float kMiddle = static_cast<float>(1u << (B - 1));
     float lowest = x[0], highest = x[0];
@@ -172,7 +174,8 @@ struct PortableEncoders {
       const float scale = to_float(stored);
       if (!(scale > 0)) break;
       const double begin = static_cast<double>(lowest) + 0.5 * (range - width);
-      const bfloat16 middle = to_bfloat16(static_cast<float>(begin + static_cast<double>(kMiddle) * static_cast<double>(scale)));
+      const bfloat16 middle =
+          to_bfloat16(static_cast<float>(begin + static_cast<double>(kMiddle) * static_cast<double>(scale)));
       const float zero = to_float(middle);
       // Exact products and a fixed order: 8 sums of every eighth coordinate, then a tree.
       double errors[8] = {};
@@ -181,7 +184,8 @@ struct PortableEncoders {
         const auto error = static_cast<double>(x[i] - (zero + scale * level));
         errors[i % 8] += error * error;
       }
-      const double error = ((errors[0] + errors[4]) + (errors[2] + errors[6])) + ((errors[1] + errors[5]) + (errors[3] + errors[7]));
+      const double error =
+          ((errors[0] + errors[4]) + (errors[2] + errors[6])) + ((errors[1] + errors[5]) + (errors[3] + errors[7]));
       if (best < 0 || error < best) best = error, best_scale = stored, zero_point = middle;
     }
     const float scale = to_float(best_scale), zero = to_float(zero_point);
@@ -194,8 +198,8 @@ struct PortableEncoders {
 
   /// Packs codes [count][dim] of one side of a page into fragments; tokens from `count` to `page_tokens` get code zero.
   template <unsigned B>
-  static void pack(layout::Side side, const std::uint8_t* codes, std::size_t count, std::size_t page_tokens, std::size_t dim,
-                   std::uint8_t* fragments) {
+  static void pack(layout::Side side, const std::uint8_t* codes, std::size_t count, std::size_t page_tokens,
+                   std::size_t dim, std::uint8_t* fragments) {
     const std::size_t tiles = page_tokens / 16, groups = dim / 16;
     constexpr std::size_t kBytes = layout::fragment_bytes(B);
     std::memset(fragments, 0, tiles * groups * kBytes);
@@ -208,7 +212,8 @@ struct PortableEncoders {
           for (std::size_t c = 0; c < 16; ++c) {
             const std::size_t position = layout::code_position(side, t, c);
             const auto low = layout::low_field(B, position);
-            fragment[low.byte] = static_cast<std::uint8_t>(fragment[low.byte] | (row[c] & ((1u << low.count) - 1)) << low.shift);
+            fragment[low.byte] =
+                static_cast<std::uint8_t>(fragment[low.byte] | (row[c] & ((1u << low.count) - 1)) << low.shift);
             if constexpr (B == 3) {
               const auto high = layout::high_field(position);
               fragment[high.byte] = static_cast<std::uint8_t>(fragment[high.byte] | (row[c] >> 2 & 1u) << high.shift);
@@ -253,11 +258,13 @@ struct PortableEncoders {
 
   static float largest_magnitude(const float* x, std::size_t dim) {
     std::uint32_t largest = 0;
-    for (std::size_t i = 0; i < dim; ++i) largest = (std::max)(largest, std::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu);
+    for (std::size_t i = 0; i < dim; ++i)
+      largest = (std::max)(largest, std::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu);
     return std::bit_cast<float>(largest);
   }
 
-  // Power of two of the exponent of x, which is finite and not negative: x / 2^result in [1, 2), or less for subnormals.
+  // Power of two of the exponent of x, which is finite and not negative: x / 2^result in [1, 2), or less for
+  // subnormals.
   static int exponent(float x) {
     return (std::max)(static_cast<int>(std::bit_cast<std::uint32_t>(x) >> 23) - 127, -126);
   }

@@ -28,15 +28,16 @@ inline constexpr std::size_t kSlotCodes = 64;
 
 enum class Side : std::uint8_t { key, value };
 
-// Trellis codes of width B (kernels/portable_trellis.hpp) take the same bytes: 2 halves x B planes x 16 bytes. In half h, lane t
-// makes the word W = sum over i of n_i << B (7 - i), n_i the new bits of depth 8 h + i; plane p, byte t = byte B - 1 - p of W. A
-// window of 8 bits slides over history << 8 B | W; the history of a half is the plane before it, the last plane of the sequence
-// for its first half: sequences are closed.
+// Trellis codes of width B (kernels/portable_trellis.hpp) take the same bytes: 2 halves x B planes x 16 bytes. In half
+// h, lane t makes the word W = sum over i of n_i << B (7 - i), n_i the new bits of depth 8 h + i; plane p, byte t =
+// byte B - 1 - p of W. A window of 8 bits slides over history << 8 B | W; the history of a half is the plane before it,
+// the last plane of the sequence for its first half: sequences are closed.
 
 // Bytes of a packed fragment of `bits`-wide codes (1, 2, 3, 4 or 8).
 constexpr std::size_t fragment_bytes(unsigned bits) { return 32u * bits; }
 
-// Index in [0, 256) of the code of `token` and `coordinate` (both in [0, 16)) in the unpacked fragment: 64 slot + 4 lane + byte.
+// Index in [0, 256) of the code of `token` and `coordinate` (both in [0, 16)) in the unpacked fragment: 64 slot + 4
+// lane + byte.
 constexpr std::size_t code_position(Side side, std::size_t token, std::size_t coordinate) {
   const std::size_t lane = side == Side::key ? token : coordinate;
   const std::size_t depth = side == Side::key ? coordinate : token;
@@ -52,15 +53,20 @@ struct CodeField {
 
 // The field that holds the low bits: all of them for widths 1, 2, 4 and 8, the low two for width 3.
 //   width 8: one byte each. width 4: two 64-byte words, slots 0/1 are low/high nibbles of the first, 2/3 of the second.
-//   width 3, 2: one 64-byte word, slot s in bits 2s, 2s+1. width 1: four 8-byte masks, bit i of mask s is byte i of slot s.
+//   width 3, 2: one 64-byte word, slot s in bits 2s, 2s+1. width 1: four 8-byte masks, bit i of mask s is byte i of
+//   slot s.
 constexpr CodeField low_field(unsigned bits, std::size_t position) {
   const std::size_t slot = position / kSlotCodes;
   const std::size_t i = position % kSlotCodes;
   switch (bits) {
-    case 8: return {position, 0, 8};
-    case 4: return {slot / 2 * kSlotCodes + i, static_cast<unsigned>(slot % 2 * 4), 4};
-    case 1: return {slot * 8 + i / 8, static_cast<unsigned>(i % 8), 1};
-    default: return {i, static_cast<unsigned>(2 * slot), 2};
+    case 8:
+      return {position, 0, 8};
+    case 4:
+      return {slot / 2 * kSlotCodes + i, static_cast<unsigned>(slot % 2 * 4), 4};
+    case 1:
+      return {slot * 8 + i / 8, static_cast<unsigned>(i % 8), 1};
+    default:
+      return {i, static_cast<unsigned>(2 * slot), 2};
   }
 }
 
@@ -70,6 +76,8 @@ constexpr CodeField high_field(std::size_t position) {
   return {kSlotCodes + position / kSlotCodes * 8 + i / 8, static_cast<unsigned>(i % 8), 1};
 }
 
-constexpr std::size_t round_up(std::size_t value, std::size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace turboquant::layout

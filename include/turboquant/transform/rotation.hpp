@@ -14,25 +14,25 @@ namespace turboquant {
 /// The signs are a function of (seed, dim) alone, the same on every platform; seed 0 is a seed like any other.
 /// Orthogonal, so R^-1 = diag(s) H^T / sqrt(d). Allocates nothing, throws nothing.
 class Rotation {
-  public:
-    /// Requires is_supported_dim(dim); any other size gives dim() == 0, a rotation of nothing.
-    explicit constexpr Rotation(std::uint64_t seed, std::size_t dim) noexcept : dim_(is_supported_dim(dim) ? dim : 0) {
-        for (std::size_t i = 0; i < dim_; ++i) {
-            signs_[i] = random_bits(seed, kSignStream | dim, i) >> 63 != 0 ? -1.0f : 1.0f;
-        }
+ public:
+  /// Requires is_supported_dim(dim); any other size gives dim() == 0, a rotation of nothing.
+  explicit constexpr Rotation(std::uint64_t seed, std::size_t dim) noexcept : dim_(is_supported_dim(dim) ? dim : 0) {
+    for (std::size_t i = 0; i < dim_; ++i) {
+      signs_[i] = random_bits(seed, kSignStream | dim, i) >> 63 != 0 ? -1.0f : 1.0f;
     }
+  }
 
-    [[nodiscard]] constexpr std::size_t dim() const noexcept { return dim_; }
+  [[nodiscard]] constexpr std::size_t dim() const noexcept { return dim_; }
 
-    /// dim() signs, each +1.0f or -1.0f, aligned to 64 bytes.
-    [[nodiscard]] constexpr const float* signs() const noexcept { return signs_; }
+  /// dim() signs, each +1.0f or -1.0f, aligned to 64 bytes.
+  [[nodiscard]] constexpr const float* signs() const noexcept { return signs_; }
 
-  private:
-    // "SIGN" above the dimension: no other use of the seed shares these bits.
-    static constexpr std::uint64_t kSignStream = std::uint64_t(0x5349474e) << 32;
+ private:
+  // "SIGN" above the dimension: no other use of the seed shares these bits.
+  static constexpr std::uint64_t kSignStream = std::uint64_t(0x5349474e) << 32;
 
-    alignas(64) float signs_[kMaxDim]{};
-    std::size_t dim_;
+  alignas(64) float signs_[kMaxDim]{};
+  std::size_t dim_;
 };
 
 }  // namespace turboquant

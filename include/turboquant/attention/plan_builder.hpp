@@ -1,0 +1,325 @@
+// Making a plan: validation, memory, and the division of the work into tasks.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <span>
+#include <turboquant/attention/plan.hpp>
+#include <utility>
+
+namespace turboquant {
+
+/// Builds plans; for the functions of attention/attend.hpp.
+struct PlanAccess {
+  static Status plan(detail::CacheCore& core, std::size_t layer_index, std::span<const BatchItem> batch,
+                     const AttentionParams& params, AttentionPlan& plan) noexcept {
+    using namespace detail;
+    if (plan.state_ == nullptr) plan.state_.reset(new (std::nothrow) PlanState);
+    if (plan.state_ == nullptr) return {Status::out_of_memory, "plan"};
+    PlanState& state = *plan.state_;
+    state.drop();
+    state.core = &core;
+    if (layer_index >= core.layer_count()) {
+      return {Status::bad_layer, "layer", CacheCore::as_signed(core.layer_count()), CacheCore::as_signed(layer_index)};
+    }
+    state.layer = &core.layer(layer_index);
+    Status status = set_params(state, params);
+    if (status == Status::ok && !state.items.reserve(batch.size())) status = {Status::out_of_memory, "plan"};
+    for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i)
+      status = add(state, layer_index, batch[i], i);
+    if (status == Status::ok) status = mark_readers(state);
+    if (status == Status::ok) status = check_inputs(state);
+    if (status == Status::ok) status = schedule(state);
+    if (status != Status::ok) state.drop();
+    return status;
+  }
+
+ private:
+  using State = detail::PlanState;
+  using Item = detail::PlannedItem;
+  using Core = detail::CacheCore;
+
+  static constexpr std::size_t kSplitTokens = 1024;  // tokens per split of a long context
+  static constexpr std::size_t kMostParts = 32;      // parts of a long context that run on their own
+  static constexpr std::size_t kPartRows = 64;       // for items with at most so many rows per KV head
+  static constexpr std::size_t kBlockRows = 32;      // rows per query block otherwise
+
+  static bool copy(std::span<const float> from, Array<float>& to) noexcept {
+    if (!to.resize(from.size())) return false;
+    std::copy(from.begin(), from.end(), to.begin());
+    return true;
+  }
+
+  static bool all_finite(std::span<const float> values) noexcept {
+    return std::all_of(values.begin(), values.end(), [](float x) { return is_finite(x); });
+  }
+
+  static Status set_params(State& state, const AttentionParams& params) noexcept {
+    if (!is_finite(params.scale)) return {Status::non_finite_input, "params.scale"};
+    if (!is_finite(params.softcap)) return {Status::non_finite_input, "params.softcap"};
+    if (params.softcap < 0) return {Status::bad_shape, "params.softcap"};
+    if (!all_finite(params.alibi_slopes)) return {Status::non_finite_input, "params.alibi_slopes"};
+    if (!all_finite(params.sink_logits)) return {Status::non_finite_input, "params.sink_logits"};
+    if (!copy(params.alibi_slopes, state.alibi_slopes) || !copy(params.sink_logits, state.sink_logits)) {
+      return {Status::out_of_memory, "plan"};
+    }
+    state.params = params;
+    state.params.alibi_slopes = {state.alibi_slopes.data(), state.alibi_slopes.size()};
+    state.params.sink_logits = {state.sink_logits.data(), state.sink_logits.size()};
+    state.scale = params.scale != 0 ? params.scale : 1.0f / std::sqrt(static_cast<float>(state.layer->shape.head_dim));
+    return {};
+  }
+
+  static Status check_rows(const ConstRows& rows, const char* data, const char* heads, const char* dims,
+                           std::size_t expected_heads, std::size_t expected_dim) noexcept {
+    if (rows.data == nullptr || size_of(rows.type) == 0) return {Status::bad_shape, data};
+    if (rows.heads != expected_heads) return Core::bad_shape(heads, expected_heads, rows.heads);
+    if (rows.dim != expected_dim) return Core::bad_shape(dims, expected_dim, rows.dim);
+    return {};
+  }
+
+  // Checks shapes, adds the item and, if it appends, marks its sequence.
+  static Status add(State& state, std::size_t layer_index, const BatchItem& item, std::size_t index) noexcept {
+    const LayerShape& shape = state.layer->shape;
+    detail::Sequence* sequence = state.core->find(item.sequence);
+    if (sequence == nullptr) return {Status::unknown_sequence, "sequence", 0, Core::as_signed(index)};
+    if (item.keys.tokens != item.values.tokens) {
+      return Core::bad_shape("values.tokens", item.keys.tokens, item.values.tokens);
+    }
+    if (item.keys.tokens > 0) {
+      if (sequence->is_planned()) {
+        return {Status::bad_shape, sequence->pending == &state ? "sequence appears twice" : "pending plan"};
+      }
+      Status status = check_rows(item.keys, "keys.data", "keys.heads", "keys.dim", shape.kv_heads, shape.head_dim);
+      if (status == Status::ok) {
+        status = check_rows(item.values, "values.data", "values.heads", "values.dim", shape.kv_heads, shape.value_dim);
+      }
+      if (status != Status::ok) return status;
+    }
+    if (item.queries.tokens == 0 && item.out.tokens != 0) return Core::bad_shape("queries.tokens", item.out.tokens, 0);
+    Item planned{};
+    planned.item = item;
+    planned.group = 1;
+    if (item.queries.tokens > 0) {
+      const ConstRows& queries = item.queries;
+      if (queries.heads == 0 || queries.heads % shape.kv_heads != 0) {
+        return Core::bad_shape("queries.heads", shape.kv_heads, queries.heads);
+      }
+      Status status =
+          check_rows(queries, "queries.data", "queries.heads", "queries.dim", queries.heads, shape.head_dim);
+      if (status == Status::ok) {
+        status = check_rows(ConstRows(item.out), "out.data", "out.heads", "out.dim", queries.heads, shape.value_dim);
+      }
+      if (status != Status::ok) return status;
+      if (item.out.tokens != queries.tokens) return Core::bad_shape("out.tokens", queries.tokens, item.out.tokens);
+      for (const auto& [values, name] : {std::pair{state.params.alibi_slopes, "params.alibi_slopes"},
+                                         std::pair{state.params.sink_logits, "params.sink_logits"}}) {
+        if (!values.empty() && values.size() != queries.heads)
+          return Core::bad_shape(name, queries.heads, values.size());
+      }
+      planned.group = queries.heads / shape.kv_heads;
+      planned.heads = queries.heads;
+    }
+    planned.sequence = sequence;
+    planned.state = &sequence->layers[layer_index];
+    planned.before = planned.state->length;
+    constexpr std::size_t kMost = std::size_t{1} << 48;
+    if (item.keys.tokens > kMost - planned.before) return Core::bad_shape("keys.tokens", kMost, item.keys.tokens);
+    planned.after = planned.before + item.keys.tokens;
+    (void)state.items.push_back(planned);  // reserved
+    state.armed = true;
+    state.commit_tasks = 1;
+    if (planned.appends()) {
+      sequence->pending = &state;
+      sequence->pending_item = index;
+    }
+    return {};
+  }
+
+  // After all appending items are marked: the sequences that are only read. Another plan may read them too, none may
+  // append.
+  static Status mark_readers(State& state) noexcept {
+    for (Item& planned : state.items) {
+      if (planned.appends() || planned.sequence->pending == &state) continue;
+      if (planned.sequence->pending != nullptr) return {Status::bad_shape, "pending plan"};
+      planned.sequence->readers.fetch_add(1, std::memory_order_relaxed);
+      planned.reads = true;
+    }
+    return {};
+  }
+
+  static Status check_inputs(const State& state) noexcept {
+    for (const Item& planned : state.items) {
+      const BatchItem& item = planned.item;
+      for (std::size_t t = 0; t < item.keys.tokens; ++t) {
+        for (std::size_t h = 0; h < item.keys.heads; ++h) {
+          if (!is_storable_row(item.keys, t, h)) return {Status::non_finite_input, "keys", 0, Core::as_signed(t)};
+          if (!is_storable_row(item.values, t, h)) return {Status::non_finite_input, "values", 0, Core::as_signed(t)};
+        }
+      }
+      for (std::size_t t = 0; t < item.queries.tokens; ++t) {
+        for (std::size_t h = 0; h < item.queries.heads; ++h) {
+          if (!is_finite_row(item.queries, t, h)) return {Status::non_finite_input, "queries", 0, Core::as_signed(t)};
+        }
+      }
+    }
+    return {};
+  }
+
+  // Decides what each item encodes, stores and attends to, and takes the memory for it.
+  static Status schedule(State& state) noexcept {
+    const detail::Layer& layer = *state.layer;
+    const detail::CodingRule& rule = state.core->rule();
+    state.split_entries = (std::max)(kSplitTokens / rule.page_tokens, std::size_t{1});
+    for (Item& planned : state.items) {
+      planned.coded_end = planned.state->coded_end();
+      planned.tail_begin = planned.state->tail_begin;
+      planned.blocks = state.blocks.size();
+      planned.encode_task = state.encode_tasks;
+      planned.store_task = state.store_tasks;
+      if (planned.appends()) {
+        if (const Status status = schedule_append(state, planned); status.code != Status::ok) return status;
+      }
+    }
+    std::size_t partial_bytes = 0, levels = 1;
+    state.rows_per_block = 1;
+    for (Item& planned : state.items) {
+      planned.attend_task = state.attend_tasks;
+      planned.merge_task = state.merge_tasks;
+      const std::size_t queries = planned.item.queries.tokens;
+      if (queries == 0) continue;
+      const detail::SequenceView view = AttentionPlan::view_of(state, planned);
+      planned.position = planned.item.position == npos
+                             ? static_cast<std::ptrdiff_t>(view.after) - static_cast<std::ptrdiff_t>(queries)
+                             : static_cast<std::ptrdiff_t>(planned.item.position);
+      if (planned.item.position == npos && state.params.causal && view.after != 0 && queries > view.after) {
+        return Core::bad_shape("queries.tokens", view.after, queries);  // the first ones would stand before position 0
+      }
+      if (planned.item.position != npos && planned.item.position > (std::size_t{1} << 48)) {
+        return Core::bad_shape("position", std::size_t{1} << 48, planned.item.position);
+      }
+      if (planned.item.key_begin > planned.item.key_end) {
+        return Core::bad_shape("key_begin", planned.item.key_end, planned.item.key_begin);
+      }
+      if (const Status status = check_held(state, planned, view); status.code != Status::ok) return status;
+      const std::size_t rows = queries * planned.group;
+      planned.first_split = view.first_entry() / state.split_entries;
+      planned.end_split = (view.end_entry() + state.split_entries - 1) / state.split_entries;
+      const auto count_parts = [&] {
+        planned.first_part = planned.first_split >> planned.part_shift;
+        planned.parts = planned.end_split <= planned.first_split
+                            ? 0
+                            : ((planned.end_split - 1) >> planned.part_shift) - planned.first_part + 1;
+      };
+      count_parts();
+      while (planned.parts > kMostParts) ++planned.part_shift, count_parts();
+      if (rows > kPartRows && queries > 1) planned.parts = 0;
+      std::size_t block_rows = rows;
+      if (planned.parts > 1) {
+        planned.partials = partial_bytes;
+        partial_bytes +=
+            layer.shape.kv_heads * (planned.parts + 1) * AttentionPlan::partial_bytes(planned, layer.shape.value_dim);
+        state.attend_tasks += layer.shape.kv_heads * (planned.parts + 1);
+        state.merge_tasks += layer.shape.kv_heads;
+        levels = (std::max)(levels, std::size_t{planned.part_shift} + 1);
+      } else {
+        planned.queries_per_block = (std::min)(queries, (std::max)(kBlockRows / planned.group, std::size_t{1}));
+        block_rows = planned.queries_per_block * planned.group;
+        state.attend_tasks += layer.shape.kv_heads * AttentionPlan::block_count(planned);
+        levels = (std::max)(levels, static_cast<std::size_t>(std::bit_width(planned.end_split)) + 1);
+      }
+      state.rows_per_block = (std::max)(state.rows_per_block, block_rows);
+    }
+    detail::Carver measure(nullptr);
+    state.tree_levels = levels;
+    if (state.attend_tasks > 0) (void)detail::RowBlock::carve(layer, state.rows_per_block, levels, measure);
+    state.slot_bytes = layout::round_up(
+        (std::max)(measure.used(), state.encode_tasks > 0 ? layer.encode_scratch_bytes() : 0), detail::kCacheLine);
+    state.slot_count = (std::min)((std::max)(state.attend_tasks, state.encode_tasks), detail::Slots::kMost);
+    state.slots.reset(state.slot_count);
+    for (Item& planned : state.items) planned.partials += state.slot_bytes * state.slot_count;
+    state.workspace_bytes = state.slot_bytes * state.slot_count + partial_bytes;
+    return {};
+  }
+
+  // Pages and tiles of one appending item, and room in its tables.
+  static Status schedule_append(State& state, Item& planned) noexcept {
+    const detail::Layer& layer = *state.layer;
+    const detail::CodingRule& rule = state.core->rule();
+    detail::LayerState& old = *planned.state;
+    const std::size_t first_tokens = state.core->config().first_tokens;
+    const auto tiles = [](std::size_t tokens) { return (tokens + 15) / 16; };
+    const auto keep = [](const Array<detail::Block*>& blocks, std::size_t begin, std::size_t rows) {
+      // Whole tiles stay; a partial one only if nobody else has it.
+      const std::size_t whole = rows / 16;
+      return rows % 16 != 0 && blocks[begin + whole]->is_exclusive() ? whole + 1 : whole;
+    };
+    planned.coded_end = (std::max)(rule.coded(old.base, planned.after), planned.coded_end);
+    planned.pages = (planned.coded_end - old.coded_end()) / rule.page_tokens;
+    planned.tail_begin = (std::max)(rule.raw_begin(old.base, planned.after), old.tail_begin);
+    planned.kept_first = planned.before >= first_tokens
+                             ? old.first_tiles.size()  // complete: shared or not, nobody writes
+                             : keep(old.first_tiles, 0, planned.before);
+    planned.first_tiles = tiles((std::min)(planned.after, first_tokens)) - planned.kept_first;
+    planned.dropped_tail = (std::min)((planned.tail_begin - old.tail_begin) / 16, old.tail.size());
+    planned.kept_tail =
+        keep(old.tail, planned.dropped_tail, detail::saturating_subtract(planned.before, planned.tail_begin));
+    planned.tail_tiles = tiles(detail::saturating_subtract(planned.after, planned.tail_begin)) - planned.kept_tail;
+
+    const std::size_t count = planned.pages + planned.first_tiles + planned.tail_tiles;
+    // The arrays grow geometrically: one token at a time must not copy a long table at every page.
+    if (!grow(old.entries, planned.pages) || !grow(old.first_tiles, planned.first_tiles) ||
+        !grow(old.tail, planned.tail_tiles) || !grow(state.blocks, count) || !grow(state.page_blocks, planned.pages)) {
+      planned.pages = planned.first_tiles = planned.tail_tiles = 0;  // nothing to give back
+      return {Status::out_of_memory, "tables"};
+    }
+    const auto acquire = [&](unsigned size_class, std::size_t n) {
+      for (std::size_t i = 0; i < n; ++i) {
+        bool from_reserve = false;
+        detail::Block* block = state.core->take(*planned.sequence, size_class, from_reserve);
+        (void)state.blocks.push_back({block, size_class, from_reserve});  // null too: drop() counts them
+        if (block == nullptr) return false;
+      }
+      return true;
+    };
+    // What drop() may find half done: pad with null.
+    const bool enough =
+        acquire(layer.page_class, planned.pages) && acquire(layer.tile_class, planned.first_tiles + planned.tail_tiles);
+    while (state.blocks.size() < planned.blocks + count) (void)state.blocks.push_back({nullptr, 0, false});
+    if (!enough) return {Status::out_of_memory, "pages"};
+    for (std::size_t i = 0; i < planned.pages; ++i) {
+      detail::Block* page = state.blocks[planned.blocks + i].block;
+      layer.clear_padding(page);
+      (void)state.page_blocks.push_back(page);
+    }
+    state.encode_tasks += planned.pages * 2 * layer.shape.kv_heads;
+    state.store_tasks += AttentionPlan::written_tiles(planned, true, first_tokens) +
+                         AttentionPlan::written_tiles(planned, false, first_tokens);
+    return {};
+  }
+
+  template <class T>
+  static bool grow(Array<T>& array, std::size_t more) noexcept {
+    const std::size_t needed = array.size() + more;
+    return needed <= array.capacity() || array.reserve((std::max)(needed, array.capacity() * 2));
+  }
+
+  // A query that may see a token freed behind the window is refused.
+  static Status check_held(const State& state, const Item& planned, const detail::SequenceView& view) noexcept {
+    const std::size_t held = planned.state->held_begin;
+    if (held <= view.first_tokens) return {};
+    const detail::AttentionJob job = AttentionPlan::job_of(state, planned);
+    const detail::RowRange range = job.range(planned.position);
+    if (range.coded_low < range.coded_high && range.coded_low < held) {
+      return {Status::behind_window, "position", Core::as_signed(held + state.layer->shape.window) - 1,
+              planned.position};
+    }
+    return {};
+  }
+};
+
+}  // namespace turboquant
