@@ -1,0 +1,294 @@
+// What a cache is made of, layers, pool and sequences, and the moves of blocks between them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <turboquant/cache/config.hpp>
+#include <turboquant/cache/layer.hpp>
+#include <turboquant/cache/page_pool.hpp>
+#include <turboquant/cache/sequence.hpp>
+#include <turboquant/core/refuse.hpp>
+#include <turboquant/core/status.hpp>
+
+namespace turboquant::detail {
+
+// The mechanics under CacheCore: blocks of a sequence are taken, shared, let go and cut here; calls are checked there.
+class SequenceStore {
+ public:
+  SequenceStore(CacheConfig config, std::span<const Operations* const> formats)
+      : config_(std::move(config)),
+        rule_{config_.page_tokens, config_.recent_tokens, config_.rollback_tokens},
+        pool_(config_.memory, config_.max_bytes) {
+    const std::string why = why_invalid(config_, formats.size());
+    if (!why.empty()) refuse(why);
+    layers_.reserve(config_.layers.size());
+    for (const LayerShape& shape : config_.layers) {
+      Layer layer;
+      layer.shape = shape;
+      if (layer.shape.value_dim == 0) layer.shape.value_dim = shape.head_dim;
+      const Operations* operations = formats[shape.format];
+      layer.operations = operations;
+      layer.page_shape = {config_.page_tokens,
+                          shape.kv_heads,
+                          shape.center_bits,
+                          {layer.shape.head_dim, operations->key_bits, false},
+                          {layer.shape.value_dim, operations->value_bits, operations->value_zero_points}};
+      layer.page = layout::page_layout(layer.page_shape);
+      layer.key_rotation = rotation(layer.shape.head_dim);
+      layer.value_rotation = rotation(layer.shape.value_dim);
+      if (!pool_.add_class(layer.page.bytes, BlockUse::page, layer.page_class) ||
+          !pool_.add_class(layer.tile_bytes(), BlockUse::tile, layer.tile_class)) {
+        refuse_for_memory();
+      }
+      layers_.push_back(layer);
+    }
+  }
+
+  SequenceStore(const SequenceStore&) = delete;
+  SequenceStore& operator=(const SequenceStore&) = delete;
+
+  ~SequenceStore() {
+    table_.for_each([this](Sequence* sequence) { destroy(sequence); });
+  }
+
+  const CacheConfig& config() const noexcept { return config_; }
+  const CodingRule& rule() const noexcept { return rule_; }
+  std::size_t layer_count() const noexcept { return layers_.size(); }
+  const Layer& layer(std::size_t index) const noexcept { return layers_[index]; }
+  PagePool& pool() noexcept { return pool_; }
+  Sequence* find(SequenceId id) const noexcept { return table_.find(id); }
+
+  // ---- for the attention plan
+  // ----------------------------------------------------------------------------------------
+
+  // A block of the class, from what the sequence reserved or else from the pool; null: out of memory.
+  Block* take(Sequence& sequence, unsigned size_class, bool& from_reserve) noexcept {
+    Array<Block*>& reserved = sequence.reserved[size_class];
+    from_reserve = !reserved.empty();
+    if (!from_reserve) return pool_.acquire(size_class);
+    Block* block = reserved.back();
+    reserved.erase(reserved.size() - 1, reserved.size());
+    return block;
+  }
+
+  // Puts a block into the reserve, or the pool if that has no room for it.
+  void give_back(Sequence& sequence, unsigned size_class, Block* block) noexcept {
+    Array<Block*>& reserved = sequence.reserved[size_class];
+    if (reserved.size() == reserved.capacity() || !reserved.push_back(block)) pool_.release(block);
+  }
+
+  // Lets go of a block of a layer: into the sequence's reserve as long as that has promises to keep.
+  void recycle(Sequence& sequence, const LayerState& state, unsigned size_class, Block* block) noexcept {
+    if (state.length < state.reserved_length && block->is_exclusive()) {
+      give_back(sequence, size_class, block);
+    } else {
+      pool_.release(block);
+    }
+  }
+
+  // Frees what is left of a reserve once all its tokens have come.
+  void settle_reserve(Sequence& sequence) noexcept {
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      if (sequence.layers[l].length < sequence.layers[l].reserved_length) return;
+    }
+    for (unsigned c = 0; c < pool_.class_count(); ++c) {
+      while (!sequence.reserved[c].empty()) release_last(sequence.reserved[c]);
+    }
+  }
+
+  // Frees whole pages that no query of the sequence, shortened by rollback_tokens, can see.
+  void free_behind_window(const Layer& layer, LayerState& state) noexcept {
+    if (layer.shape.window == 0) return;
+    const std::size_t visible = saturating_subtract(state.length, rule_.rollback_tokens + layer.shape.window);
+    std::size_t count = 0;
+    while (count < state.entries.size() && state.entries[count].end() <= visible) {
+      state.held_begin = state.entries[count].end();
+      pool_.release(state.entries[count++].page);
+    }
+    state.entries.erase(0, count);
+    state.dropped_entries += count;
+  }
+
+  // Brings the total of table bytes up to date after the sequence's tables may have grown.
+  void account(Sequence& sequence) noexcept {
+    std::size_t bytes = sizeof(Sequence);
+    for (std::size_t l = 0; l < layers_.size(); ++l) bytes += sequence.layers[l].table_bytes();
+    for (unsigned c = 0; c < pool_.class_count(); ++c) {
+      bytes += sizeof(Array<Block*>) + sequence.reserved[c].capacity() * sizeof(Block*);
+    }
+    table_bytes_.fetch_add(bytes - sequence.accounted_bytes, std::memory_order_relaxed);
+    sequence.accounted_bytes = bytes;
+  }
+
+  // The sequence for a call that changes it.
+  Status mutable_sequence(SequenceId id, Sequence*& sequence) const noexcept {
+    sequence = table_.find(id);
+    if (sequence == nullptr) return {Status::unknown_sequence, "sequence"};
+    if (sequence->is_planned()) return {Status::bad_shape, "pending plan"};
+    return {};
+  }
+
+  static Status bad_shape(const char* field, std::size_t expected, std::size_t found) noexcept {
+    return {Status::bad_shape, field, as_signed(expected), as_signed(found)};
+  }
+  static std::int64_t as_signed(std::size_t n) noexcept { return static_cast<std::int64_t>(n); }
+
+ protected:
+  RotationView rotation(std::size_t dim) {
+    auto found = std::find_if(rotations_.begin(), rotations_.end(), [dim](const auto& r) { return r->dim() == dim; });
+    if (found == rotations_.end()) {
+      rotations_.push_back(std::make_unique<Rotation>(config_.seed, dim));
+      found = rotations_.end() - 1;
+    }
+    const std::size_t order = base_order(dim);
+    return {dim, (*found)->signs(), base_matrix(order), order};
+  }
+
+  Sequence* make_sequence() noexcept {
+    std::unique_ptr<Sequence> sequence(new (std::nothrow) Sequence);
+    if (sequence == nullptr) return nullptr;
+    sequence->layers.reset(new (std::nothrow) LayerState[layers_.size()]);
+    sequence->reserved.reset(new (std::nothrow) Array<Block*>[pool_.class_count()]);
+    if (sequence->layers == nullptr || sequence->reserved == nullptr) return nullptr;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      state.base = state.tail_begin = state.held_begin = config_.first_tokens;
+    }
+    return sequence.release();
+  }
+
+  void destroy(Sequence* sequence) noexcept {
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      for_each_block(sequence->layers[l], [this](Block* block) { pool_.release(block); });
+    }
+    for (unsigned c = 0; c < pool_.class_count(); ++c) {
+      for (Block* block : sequence->reserved[c]) pool_.release(block);
+    }
+    table_bytes_.fetch_sub(sequence->accounted_bytes, std::memory_order_relaxed);
+    delete sequence;
+  }
+
+  template <class Visit>
+  static void for_each_block(LayerState& state, Visit visit) {
+    for (const Entry& entry : state.entries) visit(entry.page);
+    for (Block* tile : state.first_tiles) visit(tile);
+    for (Block* tile : state.tail) visit(tile);
+  }
+
+  void release_last(Array<Block*>& blocks) noexcept {
+    pool_.release(blocks.back());
+    blocks.erase(blocks.size() - 1, blocks.size());
+  }
+
+  std::size_t shortest(const Sequence& sequence) const noexcept {
+    std::size_t length = sequence.layers[0].length;
+    for (std::size_t l = 1; l < layers_.size(); ++l) length = (std::min)(length, sequence.layers[l].length);
+    return length;
+  }
+
+  // Shortens one layer. Exact where the raw rows that the shorter sequence needs are still there.
+  void shorten(Sequence& sequence, std::size_t index, std::size_t length) noexcept {
+    LayerState& state = sequence.layers[index];
+    if (length == state.length) return;
+    const std::size_t first = config_.first_tokens;
+    const std::size_t coded = rule_.coded(state.base, length);
+    state.length = length;
+    if (length <= first) {
+      cut_entries(sequence, index, 0);
+      state.base = state.tail_begin = state.held_begin = first;
+      state.dropped_entries = 0;
+    } else if (length >= state.base && coded >= state.tail_begin) {
+      cut_entries(sequence, index, coded);
+    } else {
+      state.base = (std::min)(length, state.tail_begin);
+      cut_entries(sequence, index, state.base);
+      if (state.tail_begin > state.base) {
+        cut_tiles(sequence, index, state.tail, 0);
+        state.tail_begin = state.base;
+      }
+    }
+    cut_tiles(sequence, index, state.tail, tiles(saturating_subtract(length, state.tail_begin)));
+    cut_tiles(sequence, index, state.first_tiles, tiles((std::min)(length, first)));
+  }
+
+  // Drops what lies at or behind position `end`.
+  void cut_entries(Sequence& sequence, std::size_t index, std::size_t end) noexcept {
+    LayerState& state = sequence.layers[index];
+    while (!state.entries.empty() && state.entries.back().end() > end) {
+      Entry& last = state.entries.back();
+      if (last.begin < end) {
+        last.count = static_cast<std::uint32_t>(end - last.begin);
+        return;
+      }
+      recycle(sequence, state, layers_[index].page_class, last.page);
+      state.entries.erase(state.entries.size() - 1, state.entries.size());
+    }
+  }
+
+  void cut_tiles(Sequence& sequence, std::size_t index, Array<Block*>& blocks, std::size_t count) noexcept {
+    while (blocks.size() > count) {
+      recycle(sequence, sequence.layers[index], layers_[index].tile_class, blocks.back());
+      blocks.erase(blocks.size() - 1, blocks.size());
+    }
+  }
+
+  static std::size_t tiles(std::size_t tokens) {
+    return layout::round_up(tokens, layout::kTileTokens) / layout::kTileTokens;
+  }
+
+  // Requires first_tokens <= begin < end <= coded_end(), and room for one more entry.
+  void erase_codes(LayerState& state, std::size_t begin, std::size_t end) noexcept {
+    const std::size_t removed = end - begin, coded = state.coded_end();
+    for (std::size_t i = 0; i < state.entries.size();) {
+      Entry& entry = state.entries[i];
+      const std::size_t low = (std::max)(entry.begin, begin), high = (std::min)(entry.end(), end);
+      if (low >= high) {
+        if (entry.begin >= end) entry.begin -= removed;
+        ++i;
+      } else if (low == entry.begin && high == entry.end()) {
+        pool_.release(entry.page);
+        state.entries.erase(i, i + 1);
+      } else if (low == entry.begin) {
+        const auto count = static_cast<std::uint32_t>(high - low);
+        entry.first += count;
+        entry.count -= count;
+        entry.begin = begin;
+        ++i;
+      } else {
+        const Entry behind{entry.page, begin, static_cast<std::uint32_t>(entry.first + (high - entry.begin)),
+                           static_cast<std::uint32_t>(entry.end() - high)};
+        entry.count = static_cast<std::uint32_t>(low - entry.begin);
+        ++i;
+        if (behind.count > 0) {
+          behind.page->retain();
+          (void)state.entries.insert(i, behind);  // room was made by the caller
+          ++i;
+        }
+      }
+    }
+    // Raw rows of coded tokens can no longer serve a rollback: page counting starts anew behind the codes.
+    const std::size_t dead = (coded - state.tail_begin) / layout::kTileTokens;
+    for (std::size_t i = 0; i < (std::min)(dead, state.tail.size()); ++i) pool_.release(state.tail[i]);
+    state.tail.erase(0, (std::min)(dead, state.tail.size()));
+    state.base = state.tail_begin = coded - removed;
+    state.length -= removed;
+  }
+
+  CacheConfig config_;
+  CodingRule rule_;
+  PagePool pool_;
+  SequenceTable table_;
+  std::vector<Layer> layers_;
+  std::vector<std::unique_ptr<Rotation>> rotations_;
+  std::atomic<std::size_t> table_bytes_{0};
+};
+
+}  // namespace turboquant::detail
