@@ -634,10 +634,10 @@ TEST(NumericCases, N20_LongContexts) {
     ASSERT_OK(outcome.status);
     for (const float x : outcome.out.numbers) EXPECT_LE(std::fabs(x), 60000 * 0x1p-11F);
   }
-  {  // 2^20 tokens, the last of them alone with a value
+  {  // 2^20 tokens, the last of them alone with a value; plain levels, which are quick to write
     config = coded_config(1, 32, 0, 8, 64);
     config.recent_tokens = 1;
-    KVCache<TQ2> cache(config);
+    KVCache<turboquant::Format<turboquant::PolarQuant<2>, turboquant::PolarQuant<2>>> cache(config);
     const SequenceId id = new_sequence(cache);
     const std::size_t most = (std::size_t{1} << 20) - 1;
     ASSERT_OK(append(cache, id, most, zero.data(), zero.data()));
