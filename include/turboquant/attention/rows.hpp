@@ -66,9 +66,8 @@ inline void fold(const Operations& ops, const Partial& to, const Partial& from, 
   }
 }
 
-// Partial results of splits, merged as a binary tree over their numbers: split 2i with 2i + 1, pair 2i with pair 2i +
-// 1, ... A missing half changes nothing, so the result does not depend on how many splits follow or on who merges which
-// aligned part.
+// Partial results of splits, merged as a binary tree over their numbers: even with next odd, then pairs, then fours. A
+// missing half changes nothing, so the result does not depend on how many splits follow, nor on who merges which part.
 struct FoldTree {
   static constexpr std::size_t kMostLevels = 48;
   Partial levels[kMostLevels];

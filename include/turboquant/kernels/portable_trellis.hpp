@@ -1,5 +1,4 @@
-// The trellis code in portable C++: codes read through a sliding window, the search for the best path, packing,
-// unpacking.
+// The trellis code in portable C++: the search for the best path, packing, and reading through a sliding window.
 #pragma once
 
 #include <algorithm>
