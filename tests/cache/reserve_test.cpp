@@ -153,7 +153,7 @@ TEST(Reserve, EndsWithItsTokens) {
 TEST(PendingPlan, AReadingPlanRefusesChanges) {
   Cache cache(small_pages());
   const Tokens tokens(400);
-  SequenceId id, child;
+  SequenceId id;
   ASSERT_EQ(cache.create_sequence(id), Status::ok);
   ASSERT_EQ(append(cache, tokens, id, 0, 100), Status::ok);
   std::vector<float> q(64, 0.1f), out(64), other(64);

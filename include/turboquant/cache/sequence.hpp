@@ -1,5 +1,4 @@
-// A sequence: per layer a table of entries (page, first, count) and raw tiles; and the table of all sequences of a
-// cache.
+// A sequence, per layer a table of entries (page, first, count) and raw tiles; and the table of all sequences.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// PolarQuant<B>: length and direction; every rotated coordinate becomes the index of the nearest Lloyd-Max level of
-// N(0, 1).
+// PolarQuant<B>: length and direction; a rotated coordinate becomes the index of the nearest Lloyd-Max level.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// One-bit sketches of inner products, to reproduce the papers: Qjl and TurboProd<B>. Encode and estimate only, not
-// cache formats.
+// One-bit sketches of inner products, Qjl and TurboProd<B>: encode and estimate, to reproduce the papers.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// Encoding in portable C++: centring a page, choosing codes and scales, packing fragments. Part of
-// kernels/portable.hpp.
+// Encoding in portable C++: centring a page, choosing codes and scales, packing fragments.
 #pragma once
 
 #include <algorithm>
