@@ -190,6 +190,15 @@ TEST(LayoutCases, L05_AllPairsWith2BitKeys) { check_pairs_of_key<PolarQuant<2>>(
 TEST(LayoutCases, L05_AllPairsWith3BitKeys) { check_pairs_of_key<PolarQuant<3>>(3); }
 TEST(LayoutCases, L05_AllPairsWith4BitKeys) { check_pairs_of_key<PolarQuant<4>>(4); }
 TEST(LayoutCases, L05_AllPairsWith8BitKeys) { check_pairs_of_key<PolarQuant<8>>(8); }
+// Trellis codes have less error than nearest levels of as many bits, so their bounds hold.
+TEST(LayoutCases, L05_PairsWithTrellisCodes) {
+  using turboquant::TrellisQuant;
+  check_pair<Format<TrellisQuant<2>, TrellisQuant<2>>>(2, distortion_bound(2));
+  check_pair<Format<TrellisQuant<3>, TrellisQuant<3>>>(3, distortion_bound(3));
+  check_pair<Format<TrellisQuant<4>, TrellisQuant<4>>>(4, distortion_bound(4));
+  check_pair<Format<PolarQuant<4>, TrellisQuant<3>>>(4, distortion_bound(3));
+  check_pair<Format<TrellisQuant<3>, ScalarQuant<4>>>(3, scalar_bound(4));
+}
 
 TEST(LayoutCases, L06_EveryTokenCountsOnce) {
   std::array<double, 4> errors{};
