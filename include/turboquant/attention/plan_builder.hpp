@@ -179,7 +179,9 @@ struct PlanAccess {
       planned.coded_end = planned.state->coded_end();
       planned.tail_begin = planned.state->tail_begin;
       planned.blocks = state.blocks.size();
+      planned.first_page = state.pages.size();
       planned.encode_task = state.encode_tasks;
+      planned.ahead_task = state.ahead_tasks;
       planned.store_task = state.store_tasks;
       if (planned.appends()) {
         if (const Status status = schedule_append(state, planned); status.code != Status::ok) return status;
@@ -238,8 +240,10 @@ struct PlanAccess {
     state.tree_levels = levels;
     if (state.attend_tasks > 0) (void)detail::RowBlock::carve(layer, state.rows_per_block, levels, measure);
     state.slot_bytes = layout::round_up(
-        (std::max)(measure.used(), state.encode_tasks > 0 ? layer.encode_scratch_bytes() : 0), detail::kCacheLine);
-    state.slot_count = (std::min)((std::max)(state.attend_tasks, state.encode_tasks), detail::Slots::kMost);
+        (std::max)(measure.used(), state.encode_tasks + state.ahead_tasks > 0 ? layer.encode_scratch_bytes() : 0),
+        detail::kCacheLine);
+    state.slot_count =
+        (std::min)((std::max)(state.attend_tasks + state.ahead_tasks, state.encode_tasks), detail::Slots::kMost);
     state.slots.reset(state.slot_count);
     for (Item& planned : state.items) planned.partials += state.slot_bytes * state.slot_count;
     state.workspace_bytes = state.slot_bytes * state.slot_count + partial_bytes;
@@ -251,7 +255,7 @@ struct PlanAccess {
     const detail::Layer& layer = *state.layer;
     const detail::CodingRule& rule = state.core->rule();
     detail::LayerState& old = *planned.state;
-    const std::size_t first_tokens = state.core->config().first_tokens;
+    const std::size_t first_tokens = old.first;
     const auto tiles = [](std::size_t tokens) { return (tokens + 15) / 16; };
     const auto keep = [](const Array<detail::Block*>& blocks, std::size_t begin, std::size_t rows) {
       // Whole tiles stay; a partial one only if nobody else has it.
@@ -259,7 +263,24 @@ struct PlanAccess {
       return rows % 16 != 0 && blocks[begin + whole]->is_exclusive() ? whole + 1 : whole;
     };
     planned.coded_end = (std::max)(rule.coded(old.base, planned.after), planned.coded_end);
-    planned.pages = (planned.coded_end - old.coded_end()) / rule.page_tokens;
+    const std::size_t ahead = old.coding.size(), numbered = state.core->pages_before_coding(old);
+    planned.due = (planned.coded_end - old.coded_end()) / rule.page_tokens;
+    const std::size_t begun = detail::saturating_subtract(rule.pages_begun(old.base, planned.after), numbered);
+    planned.listed = (std::max)({planned.due, begun, ahead});
+    planned.pages = planned.listed - ahead;
+    planned.open = ahead > 0 ? ahead - 1 : 0;
+    planned.work_before = ahead > 0 ? old.coding_work : 0;
+    const std::size_t work = layer.page_work();
+    if (ahead > 0 && planned.work_before == work) ++planned.open, planned.work_before = 0;
+    planned.work_after = work;
+    if (planned.listed > planned.due) {
+      const std::size_t last_end = old.coded_end() + planned.listed * rule.page_tokens;
+      planned.work_after = rule.work_due(last_end, planned.after, work);
+      if (planned.open == planned.listed) planned.work_after = work;  // it was complete before
+      if (planned.open + 1 == planned.listed) {
+        planned.work_after = (std::max)(planned.work_after, planned.work_before);
+      }
+    }
     planned.tail_begin = (std::max)(rule.raw_begin(old.base, planned.after), old.tail_begin);
     planned.kept_first = planned.before >= first_tokens
                              ? old.first_tiles.size()  // complete: shared or not, nobody writes
@@ -272,8 +293,9 @@ struct PlanAccess {
 
     const std::size_t count = planned.pages + planned.first_tiles + planned.tail_tiles;
     // The arrays grow geometrically: one token at a time must not copy a long table at every page.
-    if (!grow(old.entries, planned.pages) || !grow(old.first_tiles, planned.first_tiles) ||
-        !grow(old.tail, planned.tail_tiles) || !grow(state.blocks, count) || !grow(state.page_blocks, planned.pages)) {
+    if (!grow(old.entries, planned.due) || !grow(old.coding, planned.listed - old.coding.size()) ||
+        !grow(old.first_tiles, planned.first_tiles) || !grow(old.tail, planned.tail_tiles) ||
+        !grow(state.blocks, count) || !grow(state.pages, planned.listed)) {
       planned.pages = planned.first_tiles = planned.tail_tiles = 0;  // nothing to give back
       return {Status::out_of_memory, "tables"};
     }
@@ -291,14 +313,15 @@ struct PlanAccess {
         acquire(layer.page_class, planned.pages) && acquire(layer.tile_class, planned.first_tiles + planned.tail_tiles);
     while (state.blocks.size() < planned.blocks + count) (void)state.blocks.push_back({nullptr, 0, false});
     if (!enough) return {Status::out_of_memory, "pages"};
+    for (detail::Block* page : old.coding) (void)state.pages.push_back(page);
     for (std::size_t i = 0; i < planned.pages; ++i) {
       detail::Block* page = state.blocks[planned.blocks + i].block;
       layer.clear_padding(page);
-      (void)state.page_blocks.push_back(page);
+      (void)state.pages.push_back(page);
     }
-    state.encode_tasks += planned.pages * 2 * layer.shape.kv_heads;
-    state.store_tasks += AttentionPlan::written_tiles(planned, true, first_tokens) +
-                         AttentionPlan::written_tiles(planned, false, first_tokens);
+    state.encode_tasks += detail::saturating_subtract(planned.due, planned.open) * layer.units();
+    state.ahead_tasks += AttentionPlan::ahead_tasks(layer, planned);
+    state.store_tasks += AttentionPlan::written_tiles(planned, true) + AttentionPlan::written_tiles(planned, false);
     return {};
   }
 
