@@ -219,6 +219,7 @@ class AttentionPlan {
     job.item = &planned.item;
     job.params = &state.params;
     job.view = view_of(state, planned);
+    if (planned.item.tree != nullptr) job.view.tree_begin = job.view.after - planned.item.queries.tokens;
     job.position = planned.position;
     job.group = planned.group;
     job.scale = state.scale;

@@ -42,6 +42,7 @@ struct PlanAccess {
   using State = detail::PlanState;
   using Item = detail::PlannedItem;
   using Core = detail::CacheCore;
+  using CodingRule = detail::CodingRule;
 
   static constexpr std::size_t kSplitTokens = 1024;  // tokens per split of a long context
   static constexpr std::size_t kMostParts = 32;      // parts of a long context that run on their own
@@ -124,6 +125,9 @@ struct PlanAccess {
       planned.group = queries.heads / shape.kv_heads;
       planned.heads = queries.heads;
     }
+    if (item.tree != nullptr) {
+      if (const Status status = check_tree(state, item); status.code != Status::ok) return status;
+    }
     planned.sequence = sequence;
     planned.state = &sequence->layers[layer_index];
     planned.before = planned.state->length;
@@ -136,6 +140,27 @@ struct PlanAccess {
     if (planned.appends()) {
       sequence->pending = &state;
       sequence->pending_item = index;
+    }
+    return {};
+  }
+
+  // All of a tree must stay raw, and its branches must be accepted exactly. A query sees what its parent sees, and
+  // itself.
+  static Status check_tree(const State& state, const BatchItem& item) noexcept {
+    const std::size_t count = item.queries.tokens;
+    const CodingRule& rule = state.core->rule();
+    const std::size_t most = (std::min)({std::size_t{64}, rule.recent_tokens, rule.rollback_tokens});
+    if (count > most) return Core::bad_shape("tree", most, count);
+    if (item.keys.tokens != 0 && item.keys.tokens != count) return Core::bad_shape("tree", item.keys.tokens, count);
+    if (!state.params.causal) return {Status::bad_shape, "params.causal"};
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint64_t self = std::uint64_t{1} << i, ancestors = item.tree[i] ^ self;
+      const bool ordered = ancestors < self;  // also: sees itself
+      const std::uint64_t parents =
+          !ordered || ancestors == 0 ? 0 : item.tree[static_cast<std::size_t>(std::bit_width(ancestors)) - 1];
+      if (!ordered || parents != ancestors) {
+        return {Status::bad_shape, "tree", Core::as_signed(i), static_cast<std::int64_t>(item.tree[i])};
+      }
     }
     return {};
   }
@@ -198,6 +223,10 @@ struct PlanAccess {
       planned.position = planned.item.position == npos
                              ? static_cast<std::ptrdiff_t>(view.after) - static_cast<std::ptrdiff_t>(queries)
                              : static_cast<std::ptrdiff_t>(planned.item.position);
+      if (planned.item.tree != nullptr) {
+        if (queries > view.after) return Core::bad_shape("tree", view.after, queries);
+        planned.position = static_cast<std::ptrdiff_t>(view.after - queries);
+      }
       if (planned.item.position == npos && state.params.causal && view.after != 0 && queries > view.after) {
         return Core::bad_shape("queries.tokens", view.after, queries);  // the first ones would stand before position 0
       }

@@ -11,15 +11,15 @@
 #include <turboquant/cache/config.hpp>
 #include <turboquant/cache/layer.hpp>
 #include <turboquant/cache/sequence.hpp>
-#include <turboquant/cache/sequence_store.hpp>
+#include <turboquant/cache/sequence_edits.hpp>
 #include <turboquant/core/rows.hpp>
 #include <turboquant/core/status.hpp>
 
 namespace turboquant::detail {
 
-class CacheCore : public SequenceStore {
+class CacheCore : public SequenceEdits {
  public:
-  using SequenceStore::SequenceStore;
+  using SequenceEdits::SequenceEdits;
 
   Status create_sequence(SequenceId& created) noexcept {
     Sequence* sequence = make_sequence();
@@ -68,8 +68,7 @@ class CacheCore : public SequenceStore {
     return {};
   }
 
-  // Removes the positions [begin, end); later tokens move down. Codes only: the range must lie between first_tokens and
-  // the last coded token, or reach the end of the sequence.
+  // Removes the positions [begin, end); later tokens move down.
   Status erase(SequenceId id, std::size_t begin, std::size_t end) noexcept {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
@@ -79,15 +78,62 @@ class CacheCore : public SequenceStore {
     if (begin == end) return {};
     if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
     if (end == length) return truncate(id, begin);
+    const std::size_t left = length - (end - begin);
+    Array<Block*> fresh;
+    std::size_t needed = 0;
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
-      if (end > state.coded_end()) return bad_shape("end", state.coded_end(), end);
-      if (begin < state.held_begin)
-        return {Status::behind_window, "begin", as_signed(state.held_begin), as_signed(begin)};
+      if (const Status status = check_erase(layers_[l], state, begin, end); status.code != Status::ok) return status;
       if (!state.entries.reserve(state.entries.size() + 1)) return {Status::out_of_memory, "entries"};
+      needed += shared_tiles(state, begin);
     }
-    for (std::size_t l = 0; l < layers_.size(); ++l) erase_codes(sequence->layers[l], begin, end);
+    if (!acquire_tiles(*sequence, begin, needed, fresh)) return {Status::out_of_memory, "tiles"};
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      if (!is_traceless(state, begin, left)) {
+        erase_codes_and_rows(*sequence, l, begin, end, fresh);
+        continue;
+      }
+      own_tiles(layers_[l], state, begin, npos, fresh);
+      for (std::size_t from = end; from < length; ++from) move_row(layers_[l], state, from, begin + (from - end));
+      shorten(*sequence, l, left, begin);
+    }
+    while (!fresh.empty()) release_last(fresh);
     account(*sequence);
+    return {};
+  }
+
+  // Of the tokens from `begin` on keeps begin + tokens[i], i ascending.
+  Status keep(SequenceId id, std::size_t begin, std::span<const std::uint32_t> tokens) noexcept {
+    Sequence* sequence = nullptr;
+    if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
+    const std::size_t length = shortest(*sequence);
+    if (begin > length) return bad_shape("begin", length, begin);
+    std::size_t next = 0;
+    for (const std::uint32_t token : tokens) {
+      if (token < next) return bad_shape("tokens", next, token);  // not ascending
+      if (token >= length - begin) return bad_shape("tokens", length - begin, token);
+      next = std::size_t{token} + 1;
+    }
+    if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
+    const std::size_t left = begin + tokens.size();
+    if (left == length) return {};
+    if (const Status status = check_shorten(*sequence, left); status.code != Status::ok) return status;
+    Array<Block*> fresh;
+    std::size_t needed = 0;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const LayerState& state = sequence->layers[l];
+      if (!is_traceless(state, begin, left)) return bad_shape("begin", state.coded_end(), begin);
+      needed += shared_tiles(state, begin);
+    }
+    if (!acquire_tiles(*sequence, begin, needed, fresh)) return {Status::out_of_memory, "tiles"};
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      own_tiles(layers_[l], state, begin, npos, fresh);
+      for (std::size_t i = 0; i < tokens.size(); ++i) move_row(layers_[l], state, begin + tokens[i], begin + i);
+      shorten(*sequence, l, left, begin);
+    }
+    while (!fresh.empty()) release_last(fresh);
     return {};
   }
 
@@ -300,6 +346,34 @@ class CacheCore : public SequenceStore {
       }
     }
     return {};
+  }
+
+  // What is left of a windowed layer must be all that its next query sees.
+  Status check_erase(const Layer& layer, const LayerState& state, std::size_t begin, std::size_t end) const noexcept {
+    if (state.held_begin <= state.first) return {};
+    const std::size_t left = state.length - (end - begin);
+    const std::size_t gone = (std::min)(end, state.held_begin) - (std::min)(begin, state.held_begin);
+    const std::size_t first = state.first - ((std::min)(end, state.first) - (std::min)(begin, state.first));
+    if ((std::max)(saturating_subtract(left, layer.shape.window), first) < state.held_begin - gone) {
+      return {Status::behind_window, "end", as_signed(state.held_begin), as_signed(end)};
+    }
+    return {};
+  }
+
+  // `count` raw tiles for own_tiles, layer by layer from the end; false: nothing was taken.
+  bool acquire_tiles(const Sequence& sequence, std::size_t begin, std::size_t count, Array<Block*>& fresh) noexcept {
+    if (!fresh.reserve(count)) return false;
+    for (std::size_t l = layers_.size(); l-- > 0;) {
+      for (std::size_t i = shared_tiles(sequence.layers[l], begin); i > 0 && fresh.size() < count; --i) {
+        Block* block = pool_.acquire(layers_[l].tile_class);
+        if (block == nullptr) {
+          while (!fresh.empty()) release_last(fresh);
+          return false;
+        }
+        (void)fresh.push_back(block);
+      }
+    }
+    return true;
   }
 
   // All finished pages of all layers coded, none in work. A failure changes nothing that can be seen.

@@ -200,23 +200,25 @@ class SequenceStore {
     return length;
   }
 
-  // Shortens one layer. Exact where the raw rows that the shorter sequence needs are still there.
-  void shorten(Sequence& sequence, std::size_t index, std::size_t length) noexcept {
+  // Shortens one layer. Exact where the raw rows that the shorter sequence needs are still there. Tokens from `changed`
+  // on are not what they were: nothing coded of them may stay.
+  void shorten(Sequence& sequence, std::size_t index, std::size_t length, std::size_t changed = npos) noexcept {
     LayerState& state = sequence.layers[index];
     if (length == state.length) return;
+    const std::size_t codable = (std::min)(length, changed);
     const std::size_t coded = rule_.coded(state.base, length);
     state.length = length;
     keep_coding(sequence, index,
-                saturating_subtract(rule_.pages_begun(state.base, length), pages_before_coding(state)));
+                saturating_subtract(rule_.pages_begun(state.base, codable), pages_before_coding(state)));
     if (length <= state.first) {
-      cut_entries(sequence, index, 0);
+      cut_entries(sequence, index, 0, 0);
       state.first = state.base = state.tail_begin = state.held_begin = config_.first_tokens;
       state.dropped_entries = 0;
     } else if (length >= state.base && coded >= state.tail_begin) {
-      cut_entries(sequence, index, coded);
+      cut_entries(sequence, index, coded, codable);
     } else {
       state.base = (std::min)(length, state.tail_begin);
-      cut_entries(sequence, index, state.base);
+      cut_entries(sequence, index, state.base, codable);
       if (state.tail_begin > state.base) {
         cut_tiles(sequence, index, state.tail, 0);
         state.tail_begin = state.base;
@@ -226,9 +228,9 @@ class SequenceStore {
     cut_tiles(sequence, index, state.first_tiles, tiles((std::min)(length, state.first)));
   }
 
-  // Drops what lies at or behind position `end`. Pages whose coding would have begun go back among those coded ahead,
-  // to be read when their time comes again.
-  void cut_entries(Sequence& sequence, std::size_t index, std::size_t end) noexcept {
+  // Drops what lies at or behind position `end`. Pages before `codable` go back among those coded ahead, to be read
+  // when their time comes again.
+  void cut_entries(Sequence& sequence, std::size_t index, std::size_t end, std::size_t codable) noexcept {
     LayerState& state = sequence.layers[index];
     while (!state.entries.empty() && state.entries.back().end() > end) {
       Entry& last = state.entries.back();
@@ -236,7 +238,7 @@ class SequenceStore {
         last.count = static_cast<std::uint32_t>(end - last.begin);
         return;
       }
-      const bool ahead = last.begin >= state.base && last.end() < state.length;
+      const bool ahead = last.begin >= state.base && last.end() < codable;
       const bool alone = state.coding.empty();
       if (ahead && state.coding.push_front(last.page)) {
         if (alone) state.coding_work = layers_[index].page_work();
@@ -303,44 +305,6 @@ class SequenceStore {
 
   static std::size_t tiles(std::size_t tokens) {
     return layout::round_up(tokens, layout::kTileTokens) / layout::kTileTokens;
-  }
-
-  // Requires first_tokens <= begin < end <= coded_end(), and room for one more entry.
-  void erase_codes(LayerState& state, std::size_t begin, std::size_t end) noexcept {
-    const std::size_t removed = end - begin, coded = state.coded_end();
-    for (std::size_t i = 0; i < state.entries.size();) {
-      Entry& entry = state.entries[i];
-      const std::size_t low = (std::max)(entry.begin, begin), high = (std::min)(entry.end(), end);
-      if (low >= high) {
-        if (entry.begin >= end) entry.begin -= removed;
-        ++i;
-      } else if (low == entry.begin && high == entry.end()) {
-        pool_.release(entry.page);
-        state.entries.erase(i, i + 1);
-      } else if (low == entry.begin) {
-        const auto count = static_cast<std::uint32_t>(high - low);
-        entry.first += count;
-        entry.count -= count;
-        entry.begin = begin;
-        ++i;
-      } else {
-        const Entry behind{entry.page, begin, static_cast<std::uint32_t>(entry.first + (high - entry.begin)),
-                           static_cast<std::uint32_t>(entry.end() - high)};
-        entry.count = static_cast<std::uint32_t>(low - entry.begin);
-        ++i;
-        if (behind.count > 0) {
-          behind.page->retain();
-          (void)state.entries.insert(i, behind);  // room was made by the caller
-          ++i;
-        }
-      }
-    }
-    // Raw rows of coded tokens can no longer serve a rollback: page counting starts anew behind the codes.
-    const std::size_t dead = (coded - state.tail_begin) / layout::kTileTokens;
-    for (std::size_t i = 0; i < (std::min)(dead, state.tail.size()); ++i) pool_.release(state.tail[i]);
-    state.tail.erase(0, (std::min)(dead, state.tail.size()));
-    state.base = state.tail_begin = coded - removed;
-    state.length -= removed;
   }
 
   CacheConfig config_;
