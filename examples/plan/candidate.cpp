@@ -2,6 +2,9 @@
 #include "candidate.hpp"
 
 #include <algorithm>
+#include <cstddef>
+#include <string_view>
+#include <utility>
 
 namespace turboquant_plan {
 namespace {
@@ -38,7 +41,8 @@ std::vector<Candidate> candidates(const Model& model, const turboquant::CacheCon
     Candidate row{std::move(name), settings, is_f16};
     row.config.layers = layers_of(model, text, center_bits);
     // The plan's own check knows nothing of the settings.
-    if (const std::string why = turboquant::why_invalid(row.config, 4); !why.empty()) throw PlanError(why);
+    constexpr std::size_t kFormats = 4;
+    if (const std::string why = turboquant::why_invalid(row.config, kFormats); !why.empty()) throw PlanError(why);
     rows.push_back(std::move(row));
   };
   add("f16", "8", true);

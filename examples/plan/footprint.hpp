@@ -26,7 +26,8 @@ struct Footprint {
 Footprint footprint(const turboquant::CacheConfig& config, const Load& load);
 
 /// What the cache takes from its MemorySource, in slabs, to get there with one token per sequence and step: new blocks
-/// are taken before old ones are let go, and slabs are of one block size each.
+/// are taken before old ones are let go, and slabs are of one block size each. (The step after a fork may hold one
+/// more tile per layer.)
 std::uint64_t slab_bytes(const turboquant::CacheConfig& config, const Load& load);
 
 /// Two bytes per coordinate that a query can see, shared tokens once: a layer with a window holds min(tokens, window).

@@ -55,7 +55,7 @@ std::string describe(const Model& model) {
                                  model.kv_heads, model.kv_heads == 1 ? "" : "s", model.head_dim);
   if (model.value_dim != 0 && model.value_dim != model.head_dim) text += fmt::format(" (values {})", model.value_dim);
   if (model.window != 0) text += fmt::format(", window {}", model.window);
-  if (model.global_every != 0) text += fmt::format(" but in every {}th layer", model.global_every);
+  if (model.global_every != 0) text += fmt::format(" but in one layer of {}", model.global_every);
   return text;
 }
 

@@ -54,10 +54,10 @@ std::string text_of(const CacheConfig& config) {
 // One layer each, so that nothing cancels.
 std::vector<CacheConfig> configurations() {
   std::vector<CacheConfig> all;
-  for (const std::size_t page : {16, 64}) {
-    for (const std::size_t recent : {0, 16, 64, 100}) {
-      for (const std::size_t first : {0, 5, 48}) {
-        for (const std::size_t rollback : {0, 32, 50}) {
+  for (const std::size_t page : {16U, 64U}) {
+    for (const std::size_t recent : {0U, 16U, 64U, 100U}) {
+      for (const std::size_t first : {0U, 5U, 48U}) {
+        for (const std::size_t rollback : {0U, 32U, 50U}) {
           for (const std::uint32_t window : {0U, 1U, 40U, 150U}) {
             CacheConfig config;
             config.page_tokens = page;
@@ -102,7 +102,7 @@ TEST(Footprint, DoesNotDependOnHowTokensCame) {
     Cache cache(config);
     const SequenceId id = tests::new_sequence(cache);
     std::size_t tokens = 0;
-    for (const std::size_t chunk : {1, 15, 33, 64, 200, 7, 129, 1, 1}) {
+    for (const std::size_t chunk : {1U, 15U, 33U, 64U, 200U, 7U, 129U, 1U, 1U}) {
       ASSERT_EQ(append(cache, id, chunk), Status::ok);
       tokens += chunk;
       ASSERT_TRUE(agrees(cache, {tokens}));
@@ -125,14 +125,14 @@ TEST(Footprint, AddsUpLayersOfAllFormats) {
 
 TEST(Footprint, CountsSharedTokensOnce) {
   for (const CacheConfig& config : configurations()) {
-    for (const std::size_t shared : {0, 3, 30, 160, 201}) {
+    for (const std::size_t shared : {0U, 3U, 5U, 30U, 160U, 201U}) {
       Cache cache(config);
       std::vector<SequenceId> ids{tests::new_sequence(cache)};
       ASSERT_EQ(append(cache, ids[0], shared), Status::ok);
       while (ids.size() < 3) ASSERT_EQ(cache.fork(ids[0], shared, ids.emplace_back()), Status::ok);
       ASSERT_TRUE(agrees(cache, {shared, 3, shared}));
       std::size_t tokens = shared;
-      for (const std::size_t chunk : {1, 14, 30, 100, 64}) {
+      for (const std::size_t chunk : {1U, 14U, 30U, 100U, 64U}) {
         for (const SequenceId id : ids) ASSERT_EQ(append(cache, id, chunk), Status::ok);
         tokens += chunk;
         ASSERT_TRUE(agrees(cache, {tokens, 3, shared})) << shared << " shared";

@@ -9,10 +9,13 @@
 #include <nlohmann/json.hpp>
 
 #include <sys/wait.h>
+#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -85,36 +88,41 @@ std::size_t tokens_until_full(CacheConfig config, std::size_t budget, std::size_
 
 TEST(Fit, IsWhereARealCacheRunsOutOfMemory) {
   Candidate row{"", {}, false};
+  row.config.layers = {LayerShape{.kv_heads = 16, .head_dim = 512}};
+  struct Case {
+    std::uint32_t window;
+    std::size_t recent, rollback;
+  };
+  // In the second to last a step takes a page before it frees one, in the last a tile.
   int exact = 0;
-  // Blocks that are large beside a slab, so that slabs are few and steps are coarse.
-  for (const std::uint32_t window : {0U, 100U}) {
-    for (const std::size_t recent : {0, 64}) {
-      row.config.recent_tokens = recent;
-      row.config.layers = {LayerShape{.kv_heads = 16, .head_dim = 512, .window = window}};
-      for (const std::size_t megabytes : {1, 3, 5, 8, 11, 14, 17, 30}) {
-        for (const std::size_t sequences : {1, 2}) {
-          const std::size_t budget = megabytes << 20;
-          constexpr std::size_t kMost = 700;
-          const std::size_t planned = turboquant_plan::longest_context(row, {0, sequences, 0}, budget);
-          const std::size_t reached = tokens_until_full(row.config, budget, sequences, kMost);
-          const auto where =
-              fmt::format("window {}, recent {}, {} MiB, {} sequences", window, recent, megabytes, sequences);
-          // The plan does not count on slabs that tiles may have emptied by then.
-          EXPECT_GE(reached, (std::min)(planned, kMost)) << where;
-          EXPECT_LE(reached, planned + row.config.page_tokens) << where;
-          exact += reached == planned ? 1 : 0;
-        }
+  for (const Case& c : {Case{0, 0, 32}, {0, 64, 32}, {100, 64, 32}, {96, 0, 32}, {96, 0, 33}}) {
+    row.config.layers[0].window = c.window;
+    row.config.recent_tokens = c.recent;
+    row.config.rollback_tokens = c.rollback;
+    // Blocks are large beside a slab, so that slabs are few and steps are coarse.
+    for (const std::size_t megabytes : {1U, 3U, 5U, 8U, 11U, 12U, 14U, 17U}) {
+      for (const std::size_t sequences : {1U, 2U}) {
+        const std::size_t budget = megabytes << 20;
+        constexpr std::size_t kMost = 450;
+        const std::size_t planned = turboquant_plan::longest_context(row, {0, sequences, 0}, budget);
+        const std::size_t reached = tokens_until_full(row.config, budget, sequences, kMost);
+        const auto where = fmt::format("window {}, recent {}, rollback {}, {} MiB, {} sequences", c.window, c.recent,
+                                       c.rollback, megabytes, sequences);
+        // A cache in need gives back slabs of tiles that happen to be empty; the plan does not count on that.
+        EXPECT_GE(reached, (std::min)(planned, kMost)) << where;
+        EXPECT_TRUE(c.window != 0 || reached <= planned + row.config.page_tokens) << where << ": " << reached;
+        exact += reached == (std::min)(planned, kMost) ? 1 : 0;
       }
     }
   }
-  EXPECT_GE(exact, 24) << "of 64";
+  EXPECT_GE(exact, 50) << "of 80";
 }
 
 TEST(Fit, NothingBelowTheLongestNeedsMore) {
   Candidate row{"", {}, false};
   row.config.layers = {LayerShape{.kv_heads = 8, .head_dim = 256, .window = 90},
                        LayerShape{.kv_heads = 8, .head_dim = 256, .format = 1}};
-  for (const std::uint64_t shared : {0, 77}) {
+  for (const std::uint64_t shared : {0U, 77U}) {
     std::uint64_t last = 0;
     for (std::uint64_t tokens = (std::max)(shared, std::uint64_t{1}); tokens < 2000; ++tokens) {
       const std::uint64_t needed = row.needed({tokens, 3, shared});
