@@ -16,8 +16,6 @@ using turboquant::CacheConfig;
 using turboquant::LayerShape;
 using turboquant::layout::kTileTokens;
 
-constexpr bool kCodesInAdvance = false;
-
 uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 uint64_t plus(uint64_t a, uint64_t b) { return a > kTooMany - b ? kTooMany : a + b; }
 uint64_t times(uint64_t a, uint64_t b) { return b != 0 && a > kTooMany / b ? kTooMany : a * b; }
@@ -28,10 +26,16 @@ uint64_t pages_coded(const CacheConfig& config, uint64_t tokens) {
   return minus(minus(tokens, config.first_tokens), config.recent_tokens) / config.page_tokens;
 }
 
-// Page blocks that a layer has taken by then, those included that it has let go since.
+// Page blocks that a layer has taken by then, those included that it has let go since: pages are coded ahead, from the
+// first token behind them on.
 uint64_t pages_taken(const CacheConfig& config, uint64_t tokens) {
-  if (kCodesInAdvance && config.recent_tokens > 0) return minus(tokens, config.first_tokens + 1) / config.page_tokens;
-  return pages_coded(config, tokens);
+  return minus(tokens, config.first_tokens + (config.recent_tokens > 0 ? 1 : 0)) / config.page_tokens;
+}
+
+// A fork codes the last page, too, if it is finished, so that it can be shared.
+uint64_t pages_shared(const CacheConfig& config, const Load& load) {
+  if (load.sequences < 2) return pages_taken(config, load.shared_tokens);
+  return minus(load.shared_tokens, config.first_tokens) / config.page_tokens;
 }
 
 // Those of them that it has let go behind its window.
@@ -67,8 +71,9 @@ LayerCounts counts(const CacheConfig& config, const LayerShape& layer, const Loa
   // A tile that shared tokens fill in part is copied by whoever appends to it.
   const uint64_t shared_tail = is_all_shared ? tail_tiles : minus(shared, begin) / kTileTokens;
   const uint64_t shared_first = is_all_shared || shared >= first ? first_tiles : shared / kTileTokens;
-  return {distinct(pages_freed(config, layer, before), pages_taken(config, load.tokens), pages_taken(config, shared),
-                   load.sequences),
+  const uint64_t shared_pages = pages_shared(config, load);
+  return {distinct(pages_freed(config, layer, before), (std::max)(pages_taken(config, load.tokens), shared_pages),
+                   shared_pages, load.sequences),
           plus(distinct(0, tail_tiles, shared_tail, load.sequences),
                distinct(0, first_tiles, shared_first, load.sequences))};
 }
