@@ -172,6 +172,7 @@ class CacheCore : public SequenceEdits {
       while (enough && blocks.size() < needed[c]) {
         Block* block = pool_.acquire(c);
         enough = block != nullptr && blocks.push_back(block);
+        if (enough) pool_.touch(block);
       }
       if (enough) {
         needed[c] = before;  // from here on: what to go back to

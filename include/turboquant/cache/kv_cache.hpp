@@ -58,9 +58,9 @@ class KVCache {
     return core_.keep(sequence, begin, tokens);
   }
 
-  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer; what is left of it is
-  /// freed when they have come. A later fork shares raw tiles and so may use some of it up: reserve again. Errors:
-  /// unknown_sequence, out_of_memory.
+  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer, nor wait for the
+  /// operating system to provide it; what is left of it is freed when they have come. A later fork shares raw tiles and
+  /// so may use some of it up: reserve again. Errors: unknown_sequence, out_of_memory.
   Status reserve(SequenceId sequence, std::size_t tokens) noexcept { return core_.reserve(sequence, tokens); }
 
   /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported

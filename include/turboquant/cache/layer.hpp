@@ -92,10 +92,10 @@ struct Layer {
   std::size_t units() const { return 2 * std::size_t{shape.kv_heads}; }
   static Side side_of(std::size_t unit) { return unit % 2 == 0 ? Side::key : Side::value; }
   std::size_t parts(Side side) const { return 1 + operations->parts(side, page_shape.tokens); }
-  // The centre rotates every row; what cannot be done token by token takes a sixteenth of the page each time, and
-  // rotates every row too.
-  std::size_t center_work() const { return (page_shape.tokens + 31) / 32; }
-  std::size_t part_work(Side side) const { return operations->by_token(side) ? 1 : page_shape.tokens / 16 + 1; }
+  // The centre rotates every row. So does a part that is no token, and then follows one trellis path along the page's
+  // tokens where a token tries three along its coordinates (measured: 72 us and 33 us for 64 tokens).
+  std::size_t center_work() const { return (page_shape.tokens + 63) / 64; }
+  std::size_t part_work(Side side) const { return operations->by_token(side) ? 1 : (page_shape.tokens + 31) / 32; }
   std::size_t unit_work(Side side) const { return center_work() + (parts(side) - 1) * part_work(side); }
   std::size_t page_work() const { return shape.kv_heads * (unit_work(Side::key) + unit_work(Side::value)); }
   std::size_t work_before(std::size_t unit) const {
