@@ -3,9 +3,11 @@
 
 #include <turboquant/attention/attend.hpp>
 #include <turboquant/attention/merge.hpp>
+#include <turboquant/attention/pages.hpp>
 #include <turboquant/cache/config.hpp>
 #include <turboquant/cache/format.hpp>
 #include <turboquant/cache/kv_cache.hpp>
+#include <turboquant/cache/page_codec.hpp>
 #include <turboquant/codec/codec.hpp>
 #include <turboquant/codec/polar_quant.hpp>
 #include <turboquant/codec/qjl.hpp>

@@ -19,6 +19,21 @@ Status plan(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> 
   return PlanAccess::plan(CacheAccess::core(cache), layer, batch, params, plan);
 }
 
+namespace detail {
+
+template <class E>
+Status run_plan(const AttentionPlan& step, E&& executor) {
+  const Scratch workspace(step.workspace_bytes());
+  if (!workspace) return {Status::out_of_memory, "workspace"};
+  const std::size_t phases = step.phases();
+  for (std::size_t phase = 0; phase < phases; ++phase) {
+    executor(step.tasks(phase), [&, phase](std::size_t task) { step.run(phase, task, workspace.get()); });
+  }
+  return {};
+}
+
+}  // namespace detail
+
 /// Appends the new tokens of all items to one layer and computes the attention of all queries, on the codes. All items
 /// or, on failure, none. All appends precede all reads; a sequence has at most one appending item, attend-only items
 /// may repeat it. What a query sees depends on its position, the tokens and the configuration alone, not on how calls
@@ -28,13 +43,7 @@ Status attend(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem
               const AttentionParams& params = {}, E&& executor = {}) {
   AttentionPlan step;
   if (const Status status = plan(cache, layer, batch, params, step); status.code != Status::ok) return status;
-  const Scratch workspace(step.workspace_bytes());
-  if (!workspace) return {Status::out_of_memory, "workspace"};
-  const std::size_t phases = step.phases();
-  for (std::size_t phase = 0; phase < phases; ++phase) {
-    executor(step.tasks(phase), [&, phase](std::size_t task) { step.run(phase, task, workspace.get()); });
-  }
-  return {};
+  return detail::run_plan(step, executor);
 }
 
 namespace detail {
@@ -58,10 +67,10 @@ inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_h
     }
   }
   for (std::size_t e = view.first_entry(); e < view.end_entry(); ++e) {
-    const Entry entry = view.entry(e);
+    const PageView entry = view.entry(e);
     if (entry.begin >= coded) break;
     const std::size_t count = (std::min)(entry.end(), coded) - entry.begin;
-    layer.operations->score(layer.part(entry.page, Side::key, kv_head), entry.first / 16,
+    layer.operations->score(layer.part(entry.memory, Side::key, kv_head), entry.first / 16,
                             (entry.first + count + 15) / 16, block.query, 0, block.rows, block.factor, block.logits,
                             RowBlock::kChunk);
     put(entry.begin, entry.first, count);

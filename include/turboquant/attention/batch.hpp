@@ -39,6 +39,24 @@ struct BatchItem {
   std::size_t key_begin = 0, key_end = npos;  ///< attend to a part: split contexts, chunked attention, shifted spans
 };
 
+/// Tokens of one coded page that the caller owns: its tokens [first, first + count).
+struct PageSpan {
+  const std::byte* page = nullptr;
+  std::uint32_t first = 0, count = 0;
+};
+
+/// One sequence's part of a step over pages that the caller owns (attend_pages): its tokens are those of `pages`, in
+/// this order, and behind them raw rows.
+struct PageItem {
+  std::span<const PageSpan> pages{};
+  ConstRows keys{}, values{};                 ///< raw rows [tokens][kv_heads][dim], or none
+  ConstRows queries{};                        ///< [tokens][heads][head_dim]
+  Rows out{};                                 ///< [tokens][heads][value_dim]
+  float* lse = nullptr;                       ///< as in BatchItem
+  std::size_t position = npos;                ///< of query 0; npos: all tokens - queries.tokens
+  std::size_t key_begin = 0, key_end = npos;  ///< as in BatchItem
+};
+
 /// The default executor: a loop. An executor is any callable (tasks, body) that runs body(i) once for every i < tasks,
 /// in any order, on any thread, and returns when all are done.
 struct Serial {

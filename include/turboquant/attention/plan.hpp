@@ -26,10 +26,12 @@ struct PlannedBlock {
 // One item of a plan. Planned blocks lie in one array of the plan, in this order: pages, first tiles, tail tiles.
 struct PlannedItem {
   BatchItem item;
-  Sequence* sequence;
+  Sequence* sequence;  // null: the caller owns the pages, page_views[first_view, + views)
   LayerState* state;
-  std::size_t before, after;          // lengths
-  std::size_t coded_end, tail_begin;  // after the commit
+  std::size_t first_view, views;
+  ConstRows keys_behind, values_behind;  // the caller's raw rows behind its pages
+  std::size_t before, after;             // lengths
+  std::size_t coded_end, tail_begin;     // after the commit
   // Pages from the old coded_end on, in the plan's list from first_page on: those coded ahead before, then new ones.
   // The first `due` become readable now and must be complete before anyone reads; of the others the last one may stay
   // in work.
@@ -57,13 +59,16 @@ struct PlannedItem {
 struct PlanState {
   CacheCore* core = nullptr;
   const Layer* layer = nullptr;
+  CodingRule rule{};
   AttentionParams params{};
   Array<float> alibi_slopes, sink_logits;  // copies: the caller's may be gone when the plan runs
   float scale = 1;
   Array<PlannedItem> items;
   Array<PlannedBlock> blocks;
-  Array<Block*> pages;  // of all items: those coded ahead before, then new ones
-  bool armed = false;   // sequences are marked, appends are pending
+  Array<Block*> pages;                    // of all items: those coded ahead before, then new ones
+  Array<PageView> page_views;             // of items whose pages the caller owns
+  std::unique_ptr<LayerState[]> outside;  // states of those items: nothing but pages
+  bool armed = false;                     // sequences are marked, appends are pending
   std::size_t encode_tasks = 0, ahead_tasks = 0, store_tasks = 0, attend_tasks = 0, merge_tasks = 0, commit_tasks = 0;
   std::size_t split_entries = 1, rows_per_block = 1, tree_levels = 1, slot_bytes = 0, slot_count = 0,
               workspace_bytes = 0;
@@ -91,6 +96,7 @@ struct PlanState {
     items.clear();
     blocks.clear();
     pages.clear();
+    page_views.clear();
     encode_tasks = ahead_tasks = store_tasks = attend_tasks = merge_tasks = commit_tasks = 0;
     slot_count = workspace_bytes = 0;
   }
@@ -197,20 +203,26 @@ class AttentionPlan {
   static detail::SequenceView view_of(const State& state, const PlannedItem& planned) noexcept {
     // An attend-only item of a sequence that another item appends to reads that item's rows.
     const PlannedItem* source = &planned;
-    if (!planned.appends() && planned.sequence->pending == &state)
+    if (!planned.appends() && planned.sequence != nullptr && planned.sequence->pending == &state)
       source = &state.items[planned.sequence->pending_item];
     detail::SequenceView view;
     view.layer = state.layer;
     view.state = source->state;
-    view.rule = &state.core->rule();
+    view.rule = &state.rule;
     view.first_tokens = source->state->first;
     view.before = source->before;
     view.after = source->after;
     view.coded_end = source->coded_end;
     view.tail_begin = source->tail_begin;
+    view.raw_origin = source->sequence != nullptr ? source->state->base : 0;
     view.keys = source->item.keys;
     view.values = source->item.values;
     view.new_pages = state.pages.data() + source->first_page;
+    if (source->sequence == nullptr) {
+      view.keys = source->keys_behind;
+      view.values = source->values_behind;
+      view.pages = {state.page_views.data() + source->first_view, source->views};
+    }
     return view;
   }
 
@@ -268,7 +280,7 @@ class AttentionPlan {
     const std::size_t first = planned.state->coded_end() + page * layer.page_shape.tokens;
     const std::size_t slot = state.slots.claim();
     layer.encode(
-        state.pages[planned.first_page + page], unit, layer.page_shape.tokens, layer.parts_begun(unit, from),
+        state.pages[planned.first_page + page]->memory, unit, layer.page_shape.tokens, layer.parts_begun(unit, from),
         layer.parts_begun(unit, until), workspace + slot * state.slot_bytes,
         [&](std::size_t t, bfloat16* out) { view.raw_row(detail::Layer::side_of(unit), unit / 2, first + t, out); });
     state.slots.release(slot);
@@ -400,7 +412,7 @@ class AttentionPlan {
       if (!planned.appends()) continue;
       detail::LayerState& layer_state = *planned.state;
       const detail::PlannedBlock* next = state.blocks.data() + planned.blocks + planned.pages;
-      const auto page_tokens = static_cast<std::uint32_t>(state.core->rule().page_tokens);
+      const auto page_tokens = static_cast<std::uint32_t>(state.rule.page_tokens);
       layer_state.coding.clear();
       for (std::size_t i = 0; i < planned.listed; ++i) {
         detail::Block* page = state.pages[planned.first_page + i];

@@ -8,8 +8,9 @@
 #include <cstdint>
 #include <new>
 #include <span>
-#include <turboquant/attention/plan.hpp>
 #include <utility>
+
+#include <turboquant/attention/plan.hpp>
 
 namespace turboquant {
 
@@ -17,25 +18,30 @@ namespace turboquant {
 struct PlanAccess {
   static Status plan(detail::CacheCore& core, std::size_t layer_index, std::span<const BatchItem> batch,
                      const AttentionParams& params, AttentionPlan& plan) noexcept {
-    using namespace detail;
-    if (plan.state_ == nullptr) plan.state_.reset(new (std::nothrow) PlanState);
-    if (plan.state_ == nullptr) return {Status::out_of_memory, "plan"};
-    PlanState& state = *plan.state_;
-    state.drop();
-    state.core = &core;
     if (layer_index >= core.layer_count()) {
-      return {Status::bad_layer, "layer", CacheCore::as_signed(core.layer_count()), CacheCore::as_signed(layer_index)};
+      if (plan.state_ != nullptr) plan.state_->drop();
+      return {Status::bad_layer, "layer", Core::as_signed(core.layer_count()), Core::as_signed(layer_index)};
     }
-    state.layer = &core.layer(layer_index);
-    Status status = set_params(state, params);
-    if (status == Status::ok && !state.items.reserve(batch.size())) status = {Status::out_of_memory, "plan"};
+    Status status = begin(plan, core.layer(layer_index), core.rule(), params, batch.size());
+    if (status.code != Status::ok) return status;
+    State& state = *plan.state_;
+    state.core = &core;
     for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i)
       status = add(state, layer_index, batch[i], i);
     if (status == Status::ok) status = mark_readers(state);
-    if (status == Status::ok) status = check_inputs(state);
-    if (status == Status::ok) status = schedule(state);
-    if (status != Status::ok) state.drop();
-    return status;
+    return finish(state, status);
+  }
+
+  // The same over pages that the caller owns: nothing is appended, nothing is held.
+  static Status plan_pages(const detail::Layer& layer, std::span<const PageItem> batch, const AttentionParams& params,
+                           AttentionPlan& plan) noexcept {
+    Status status = begin(plan, layer, {layer.page_shape.tokens, 0, 0}, params, batch.size());
+    if (status.code != Status::ok) return status;
+    State& state = *plan.state_;
+    state.outside.reset(new (std::nothrow) detail::LayerState[batch.size()]);
+    if (state.outside == nullptr) status = {Status::out_of_memory, "plan"};
+    for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i) status = add_pages(state, batch[i], i);
+    return finish(state, status);
   }
 
  private:
@@ -57,6 +63,61 @@ struct PlanAccess {
 
   static bool all_finite(std::span<const float> values) noexcept {
     return std::all_of(values.begin(), values.end(), [](float x) { return is_finite(x); });
+  }
+
+  static Status begin(AttentionPlan& plan, const detail::Layer& layer, const CodingRule& rule,
+                      const AttentionParams& params, std::size_t items) noexcept {
+    if (plan.state_ == nullptr) plan.state_.reset(new (std::nothrow) State);
+    if (plan.state_ == nullptr) return {Status::out_of_memory, "plan"};
+    State& state = *plan.state_;
+    state.drop();
+    state.core = nullptr;
+    state.layer = &layer;
+    state.rule = rule;
+    const Status status = set_params(state, params);
+    if (status.code != Status::ok) return status;
+    return state.items.reserve(items) ? Status{} : Status{Status::out_of_memory, "plan"};
+  }
+
+  static Status finish(State& state, Status status) noexcept {
+    if (status == Status::ok) status = check_inputs(state);
+    if (status == Status::ok) status = schedule(state);
+    if (status.code != Status::ok) state.drop();
+    return status;
+  }
+
+  static Status add_pages(State& state, const PageItem& from, std::size_t index) noexcept {
+    const detail::Layer& layer = *state.layer;
+    const Status rows = check_new_rows(layer.shape, from.keys, from.values);
+    if (rows.code != Status::ok) return rows;
+    Item planned{};
+    planned.item.queries = from.queries;
+    planned.item.out = from.out;
+    planned.item.lse = from.lse;
+    planned.item.position = from.position;
+    planned.item.key_begin = from.key_begin;
+    planned.item.key_end = from.key_end;
+    if (const Status status = check_queries(state, planned); status.code != Status::ok) return status;
+    planned.first_view = state.page_views.size();
+    planned.views = from.pages.size();
+    if (!grow(state.page_views, from.pages.size())) return {Status::out_of_memory, "plan"};
+    for (const PageSpan& span : from.pages) {
+      if (span.page == nullptr) return {Status::bad_shape, "pages.page"};
+      const std::size_t room = layer.page_shape.tokens;
+      if (span.first >= room) return Core::bad_shape("pages.first", room - 1, span.first);
+      if (span.count == 0 || span.count > room - span.first) {
+        return Core::bad_shape("pages.count", room - span.first, span.count);
+      }
+      (void)state.page_views.push_back({span.page, planned.before, span.first, span.count});
+      planned.before += span.count;
+    }
+    planned.state = &state.outside[index];
+    planned.state->base = planned.state->tail_begin = planned.state->held_begin = planned.before;
+    planned.keys_behind = from.keys;
+    planned.values_behind = from.values;
+    planned.after = planned.before + from.keys.tokens;
+    (void)state.items.push_back(planned);  // reserved
+    return {};
   }
 
   static Status set_params(State& state, const AttentionParams& params) noexcept {
@@ -83,48 +144,51 @@ struct PlanAccess {
     return {};
   }
 
+  static Status check_new_rows(const LayerShape& shape, const ConstRows& keys, const ConstRows& values) noexcept {
+    if (keys.tokens != values.tokens) return Core::bad_shape("values.tokens", keys.tokens, values.tokens);
+    if (keys.tokens == 0) return {};
+    const Status status = check_rows(keys, "keys.data", "keys.heads", "keys.dim", shape.kv_heads, shape.head_dim);
+    if (status.code != Status::ok) return status;
+    return check_rows(values, "values.data", "values.heads", "values.dim", shape.kv_heads, shape.value_dim);
+  }
+
+  static Status check_queries(const State& state, Item& planned) noexcept {
+    const LayerShape& shape = state.layer->shape;
+    const BatchItem& item = planned.item;
+    const ConstRows& queries = item.queries;
+    planned.group = 1;
+    if (queries.tokens == 0)
+      return item.out.tokens != 0 ? Core::bad_shape("queries.tokens", item.out.tokens, 0) : Status{};
+    if (queries.heads == 0 || queries.heads % shape.kv_heads != 0) {
+      return Core::bad_shape("queries.heads", shape.kv_heads, queries.heads);
+    }
+    Status status = check_rows(queries, "queries.data", "queries.heads", "queries.dim", queries.heads, shape.head_dim);
+    if (status == Status::ok) {
+      status = check_rows(ConstRows(item.out), "out.data", "out.heads", "out.dim", queries.heads, shape.value_dim);
+    }
+    if (status.code != Status::ok) return status;
+    if (item.out.tokens != queries.tokens) return Core::bad_shape("out.tokens", queries.tokens, item.out.tokens);
+    for (const auto& [values, name] : {std::pair{state.params.alibi_slopes, "params.alibi_slopes"},
+                                       std::pair{state.params.sink_logits, "params.sink_logits"}}) {
+      if (!values.empty() && values.size() != queries.heads) return Core::bad_shape(name, queries.heads, values.size());
+    }
+    planned.group = queries.heads / shape.kv_heads;
+    planned.heads = queries.heads;
+    return {};
+  }
+
   // Checks shapes, adds the item and, if it appends, marks its sequence.
   static Status add(State& state, std::size_t layer_index, const BatchItem& item, std::size_t index) noexcept {
     const LayerShape& shape = state.layer->shape;
     detail::Sequence* sequence = state.core->find(item.sequence);
     if (sequence == nullptr) return {Status::unknown_sequence, "sequence", 0, Core::as_signed(index)};
-    if (item.keys.tokens != item.values.tokens) {
-      return Core::bad_shape("values.tokens", item.keys.tokens, item.values.tokens);
+    if (item.keys.tokens > 0 && sequence->is_planned()) {
+      return {Status::bad_shape, sequence->pending == &state ? "sequence appears twice" : "pending plan"};
     }
-    if (item.keys.tokens > 0) {
-      if (sequence->is_planned()) {
-        return {Status::bad_shape, sequence->pending == &state ? "sequence appears twice" : "pending plan"};
-      }
-      Status status = check_rows(item.keys, "keys.data", "keys.heads", "keys.dim", shape.kv_heads, shape.head_dim);
-      if (status == Status::ok) {
-        status = check_rows(item.values, "values.data", "values.heads", "values.dim", shape.kv_heads, shape.value_dim);
-      }
-      if (status != Status::ok) return status;
-    }
-    if (item.queries.tokens == 0 && item.out.tokens != 0) return Core::bad_shape("queries.tokens", item.out.tokens, 0);
+    if (const Status status = check_new_rows(shape, item.keys, item.values); status.code != Status::ok) return status;
     Item planned{};
     planned.item = item;
-    planned.group = 1;
-    if (item.queries.tokens > 0) {
-      const ConstRows& queries = item.queries;
-      if (queries.heads == 0 || queries.heads % shape.kv_heads != 0) {
-        return Core::bad_shape("queries.heads", shape.kv_heads, queries.heads);
-      }
-      Status status =
-          check_rows(queries, "queries.data", "queries.heads", "queries.dim", queries.heads, shape.head_dim);
-      if (status == Status::ok) {
-        status = check_rows(ConstRows(item.out), "out.data", "out.heads", "out.dim", queries.heads, shape.value_dim);
-      }
-      if (status != Status::ok) return status;
-      if (item.out.tokens != queries.tokens) return Core::bad_shape("out.tokens", queries.tokens, item.out.tokens);
-      for (const auto& [values, name] : {std::pair{state.params.alibi_slopes, "params.alibi_slopes"},
-                                         std::pair{state.params.sink_logits, "params.sink_logits"}}) {
-        if (!values.empty() && values.size() != queries.heads)
-          return Core::bad_shape(name, queries.heads, values.size());
-      }
-      planned.group = queries.heads / shape.kv_heads;
-      planned.heads = queries.heads;
-    }
+    if (const Status status = check_queries(state, planned); status.code != Status::ok) return status;
     if (item.tree != nullptr) {
       if (const Status status = check_tree(state, item); status.code != Status::ok) return status;
     }
@@ -148,7 +212,7 @@ struct PlanAccess {
   // itself.
   static Status check_tree(const State& state, const BatchItem& item) noexcept {
     const std::size_t count = item.queries.tokens;
-    const CodingRule& rule = state.core->rule();
+    const CodingRule& rule = state.rule;
     const std::size_t most = (std::min)({std::size_t{64}, rule.recent_tokens, rule.rollback_tokens});
     if (count > most) return Core::bad_shape("tree", most, count);
     if (item.keys.tokens != 0 && item.keys.tokens != count) return Core::bad_shape("tree", item.keys.tokens, count);
@@ -169,7 +233,7 @@ struct PlanAccess {
   // append.
   static Status mark_readers(State& state) noexcept {
     for (Item& planned : state.items) {
-      if (planned.appends() || planned.sequence->pending == &state) continue;
+      if (planned.appends() || planned.sequence == nullptr || planned.sequence->pending == &state) continue;
       if (planned.sequence->pending != nullptr) return {Status::bad_shape, "pending plan"};
       planned.sequence->readers.fetch_add(1, std::memory_order_relaxed);
       planned.reads = true;
@@ -180,10 +244,12 @@ struct PlanAccess {
   static Status check_inputs(const State& state) noexcept {
     for (const Item& planned : state.items) {
       const BatchItem& item = planned.item;
-      for (std::size_t t = 0; t < item.keys.tokens; ++t) {
-        for (std::size_t h = 0; h < item.keys.heads; ++h) {
-          if (!is_storable_row(item.keys, t, h)) return {Status::non_finite_input, "keys", 0, Core::as_signed(t)};
-          if (!is_storable_row(item.values, t, h)) return {Status::non_finite_input, "values", 0, Core::as_signed(t)};
+      const ConstRows& keys = planned.sequence != nullptr ? item.keys : planned.keys_behind;
+      const ConstRows& values = planned.sequence != nullptr ? item.values : planned.values_behind;
+      for (std::size_t t = 0; t < keys.tokens; ++t) {
+        for (std::size_t h = 0; h < keys.heads; ++h) {
+          if (!is_storable_row(keys, t, h)) return {Status::non_finite_input, "keys", 0, Core::as_signed(t)};
+          if (!is_storable_row(values, t, h)) return {Status::non_finite_input, "values", 0, Core::as_signed(t)};
         }
       }
       for (std::size_t t = 0; t < item.queries.tokens; ++t) {
@@ -198,7 +264,7 @@ struct PlanAccess {
   // Decides what each item encodes, stores and attends to, and takes the memory for it.
   static Status schedule(State& state) noexcept {
     const detail::Layer& layer = *state.layer;
-    const detail::CodingRule& rule = state.core->rule();
+    const CodingRule& rule = state.rule;
     state.split_entries = (std::max)(kSplitTokens / rule.page_tokens, std::size_t{1});
     for (Item& planned : state.items) {
       planned.coded_end = planned.state->coded_end();
@@ -282,7 +348,7 @@ struct PlanAccess {
   // Pages and tiles of one appending item, and room in its tables.
   static Status schedule_append(State& state, Item& planned) noexcept {
     const detail::Layer& layer = *state.layer;
-    const detail::CodingRule& rule = state.core->rule();
+    const CodingRule& rule = state.rule;
     detail::LayerState& old = *planned.state;
     const std::size_t first_tokens = old.first;
     const auto tiles = [](std::size_t tokens) { return (tokens + 15) / 16; };
@@ -345,7 +411,7 @@ struct PlanAccess {
     for (detail::Block* page : old.coding) (void)state.pages.push_back(page);
     for (std::size_t i = 0; i < planned.pages; ++i) {
       detail::Block* page = state.blocks[planned.blocks + i].block;
-      layer.clear_padding(page);
+      layer.clear_padding(page->memory);
       (void)state.pages.push_back(page);
     }
     state.encode_tasks += detail::saturating_subtract(planned.due, planned.open) * layer.units();
@@ -363,7 +429,7 @@ struct PlanAccess {
   // A query that may see a token freed behind the window is refused.
   static Status check_held(const State& state, const Item& planned, const detail::SequenceView& view) noexcept {
     const std::size_t held = planned.state->held_begin;
-    if (held <= view.first_tokens) return {};
+    if (planned.sequence == nullptr || held <= view.first_tokens) return {};
     const detail::AttentionJob job = AttentionPlan::job_of(state, planned);
     const detail::RowRange range = job.range(planned.position);
     if (range.coded_low < range.coded_high && range.coded_low < held) {

@@ -238,7 +238,7 @@ struct AttentionJob {
     const std::size_t dim = layer.shape.value_dim;
     clear(to, b.rows, dim);
     for (std::size_t e = begin; e < end; ++e) {
-      const Entry entry = view.entry(e);
+      const PageView entry = view.entry(e);
       std::size_t low = npos, high = 0, row_begin = b.rows, row_end = 0;
       for (std::size_t r = 0; r < b.rows; ++r) {
         const std::size_t from = (std::max)(b.ranges[r].coded_low, entry.begin);
@@ -250,8 +250,8 @@ struct AttentionJob {
       if (row_begin >= row_end) continue;
       const std::size_t shift = entry.begin - entry.first;  // position of the page's token 0, modulo 2^64
       const std::size_t tile_begin = (low - shift) / 16, tile_end = (high - shift + 15) / 16;
-      const CodedPart keys = layer.part(entry.page, Side::key, kv_head);
-      const CodedPart values = layer.part(entry.page, Side::value, kv_head);
+      const CodedPart keys = layer.part(entry.memory, Side::key, kv_head);
+      const CodedPart values = layer.part(entry.memory, Side::value, kv_head);
       float* logits = b.logits + row_begin * RowBlock::kChunk;
       layer.operations->score(keys, tile_begin, tile_end, b.query, row_begin, row_end, b.factor, logits,
                               RowBlock::kChunk);
@@ -338,7 +338,7 @@ struct AttentionJob {
  private:
   void attend_raw_rows(RowBlock& b, std::size_t kv_head, std::size_t first, std::size_t last, const Partial& to) const {
     attend_raw_range(b, kv_head, first, last, 0, &RowRange::first_low, &RowRange::first_high, to);
-    attend_raw_range(b, kv_head, first, last, view.state->base, &RowRange::tail_low, &RowRange::tail_high, to);
+    attend_raw_range(b, kv_head, first, last, view.raw_origin, &RowRange::tail_low, &RowRange::tail_high, to);
   }
 
   // The rows [first, last) of the block: softmax steps of kRawChunk positions counted from `origin`, so that a row's

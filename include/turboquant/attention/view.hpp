@@ -5,10 +5,20 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include <turboquant/cache/cache_core.hpp>
 
 namespace turboquant::detail {
+
+// `count` tokens of a page from its token `first` on, at positions [begin, begin + count).
+struct PageView {
+  const std::byte* memory;
+  std::size_t begin;
+  std::uint32_t first, count;
+
+  std::size_t end() const { return begin + count; }
+};
 
 // The sequence as it stands after the call's append, without having been changed: old entries and tiles, new pages, and
 // the caller's own rows for the new tokens.
@@ -20,23 +30,30 @@ struct SequenceView {
   std::size_t before = 0, after = 0;  // tokens before and after the append
   std::size_t coded_end = 0;          // codes after the append: [held_begin, coded_end)
   std::size_t tail_begin = 0;         // raw rows after the append: [tail_begin, after)
+  std::size_t raw_origin = 0;         // raw rows are taken in chunks counted from here
   ConstRows keys{}, values{};         // rows of the positions [before, after)
   // The last tokens, from tree_begin on, are a tree; `path` tells which of them stand at the positions tree_begin,
   // tree_begin + 1, ... of one query: bit j is token tree_begin + j.
   std::size_t tree_begin = npos;
   std::uint64_t path = 0;
   Block* const* new_pages = nullptr;  // pages coded in this call, from state->coded_end() on
+  std::span<const PageView> pages{};  // instead of entries, where the caller owns the pages
 
   // Entries are numbered for ever: freed ones count.
   std::size_t first_entry() const { return state->dropped_entries; }
   std::size_t end_entry() const {
+    if (!pages.empty()) return pages.size();
     return state->dropped_entries + state->entries.size() + (coded_end - state->coded_end()) / rule->page_tokens;
   }
-  Entry entry(std::size_t number) const {
+  PageView entry(std::size_t number) const {
+    if (!pages.empty()) return pages[number];
     const std::size_t index = number - state->dropped_entries;
-    if (index < state->entries.size()) return state->entries[index];
+    if (index < state->entries.size()) {
+      const Entry& held = state->entries[index];
+      return {held.page->memory, held.begin, held.first, held.count};
+    }
     const std::size_t fresh = index - state->entries.size();
-    return {new_pages[fresh], state->coded_end() + fresh * rule->page_tokens, 0,
+    return {new_pages[fresh]->memory, state->coded_end() + fresh * rule->page_tokens, 0,
             static_cast<std::uint32_t>(rule->page_tokens)};
   }
 

@@ -429,8 +429,8 @@ class CacheCore : public SequenceEdits {
     for (Block* block : state.coding) add(block, rule_.page_tokens);
     state.coding.clear();
     if (page != nullptr) {
-      layer.clear_padding(page);
-      code_held(state, layer, page, state.coded_end(), rest, 0, scratch);
+      layer.clear_padding(page->memory);
+      code_held(state, layer, page->memory, state.coded_end(), rest, 0, scratch);
       add(page, rest);
     }
     if (state.length > state.first) {
@@ -453,7 +453,8 @@ class CacheCore : public SequenceEdits {
     }
     const auto entry = std::upper_bound(state.entries.begin(), state.entries.end(), at,
                                         [](std::size_t p, const Entry& e) { return p < e.end(); });
-    layer.operations->decode_row(side, layer.part(entry->page, side, head), entry->first + (at - entry->begin), out);
+    layer.operations->decode_row(side, layer.part(entry->page->memory, side, head), entry->first + (at - entry->begin),
+                                 out);
     layer.operations->rotate_back(layer.rotation(side), out, out);
   }
 };

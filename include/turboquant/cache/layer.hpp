@@ -13,7 +13,24 @@
 
 namespace turboquant::detail {
 
+inline RotationView view_of(const Rotation& rotation) {
+  const std::size_t order = base_order(rotation.dim());
+  return {rotation.dim(), rotation.signs(), base_matrix(order), order};
+}
+
 struct Layer {
+  Layer() = default;
+  Layer(const LayerShape& described, std::size_t page_tokens, const Operations* kernels)
+      : shape(described), operations(kernels) {
+    if (shape.value_dim == 0) shape.value_dim = shape.head_dim;
+    page_shape = {page_tokens,
+                  shape.kv_heads,
+                  shape.center_bits,
+                  {shape.head_dim, operations->key_bits, false},
+                  {shape.value_dim, operations->value_bits, operations->value_zero_points}};
+    page = layout::page_layout(page_shape);
+  }
+
   LayerShape shape{};  // value_dim resolved
   const Operations* operations = nullptr;
   layout::PageShape page_shape{};
@@ -35,9 +52,9 @@ struct Layer {
            (head * layout::kTileTokens + token) * shape.value_dim;
   }
 
-  CodedPart part(const Block* block, Side side, std::size_t head) const {
+  CodedPart part(const std::byte* page_memory, Side side, std::size_t head) const {
     const layout::SideLayout& at = side == Side::key ? page.key : page.value;
-    const std::byte* memory = block->memory + page.head_offset(head);
+    const std::byte* memory = page_memory + page.head_offset(head);
     const auto* bytes = reinterpret_cast<const std::uint8_t*>(memory);
     CodedPart part;
     part.dim = dim(side);
@@ -45,7 +62,7 @@ struct Layer {
     part.center_bits = shape.center_bits;
     if (shape.center_bits != 0) {
       bfloat16 scale{};
-      std::memcpy(&scale, block->memory + layout::PageLayout::center_scale_offset(side, head), sizeof scale);
+      std::memcpy(&scale, page_memory + layout::PageLayout::center_scale_offset(side, head), sizeof scale);
       part.center_scale = to_float(scale);
       part.center = bytes + at.center;
     }
@@ -69,10 +86,10 @@ struct Layer {
   }
 
   // Zeroes the padding of a new page, so that every byte of it is a function of its tokens.
-  void clear_padding(Block* block) const {
-    std::memset(block->memory, 0, page.header_bytes);
+  void clear_padding(std::byte* page_memory) const {
+    std::memset(page_memory, 0, page.header_bytes);
     for (std::size_t head = 0; head < shape.kv_heads; ++head) {
-      std::byte* memory = block->memory + page.head_offset(head);
+      std::byte* memory = page_memory + page.head_offset(head);
       for (const Side side : {Side::key, Side::value}) {
         const layout::SideLayout& at = side == Side::key ? page.key : page.value;
         std::memset(memory + at.center, 0, at.fragments - at.center);
@@ -118,13 +135,13 @@ struct Layer {
   // Codes the parts [begin, end) of a unit of a page with `count` tokens: row(t, out) yields token t as bf16 [dim].
   // Units may be coded at the same time, the parts of one in order. Requires clear_padding before.
   template <class Row>
-  void encode(Block* block, std::size_t unit, std::size_t count, std::size_t begin, std::size_t end, std::byte* scratch,
-              Row row) const {
+  void encode(std::byte* page_memory, std::size_t unit, std::size_t count, std::size_t begin, std::size_t end,
+              std::byte* scratch, Row row) const {
     if (begin >= end) return;
     const Side side = side_of(unit);
     const std::size_t width = dim(side), head = unit / 2;
     const layout::SideLayout& at = side == Side::key ? page.key : page.value;
-    std::byte* memory = block->memory + page.head_offset(head);
+    std::byte* memory = page_memory + page.head_offset(head);
     auto* center = reinterpret_cast<std::uint8_t*>(memory + at.center);
     auto* rows = reinterpret_cast<float*>(scratch);
     // Without part 0 the centre is there already, and codes by token need their own rows only.
@@ -139,9 +156,9 @@ struct Layer {
     }
     if (shape.center_bits != 0 && begin == 0) {
       const bfloat16 scale = operations->center_rows(rows, count, width, shape.center_bits, center);
-      std::memcpy(block->memory + layout::PageLayout::center_scale_offset(side, head), &scale, sizeof scale);
+      std::memcpy(page_memory + layout::PageLayout::center_scale_offset(side, head), &scale, sizeof scale);
     } else if (shape.center_bits != 0 && first < last) {
-      operations->subtract_center(rows, last - first, part(block, side, head));
+      operations->subtract_center(rows, last - first, part(page_memory, side, head));
     }
     if (end == 1) return;
     CodedTarget target;

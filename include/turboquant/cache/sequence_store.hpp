@@ -31,17 +31,7 @@ class SequenceStore {
     if (!why.empty()) refuse(why);
     layers_.reserve(config_.layers.size());
     for (const LayerShape& shape : config_.layers) {
-      Layer layer;
-      layer.shape = shape;
-      if (layer.shape.value_dim == 0) layer.shape.value_dim = shape.head_dim;
-      const Operations* operations = formats[shape.format];
-      layer.operations = operations;
-      layer.page_shape = {config_.page_tokens,
-                          shape.kv_heads,
-                          shape.center_bits,
-                          {layer.shape.head_dim, operations->key_bits, false},
-                          {layer.shape.value_dim, operations->value_bits, operations->value_zero_points}};
-      layer.page = layout::page_layout(layer.page_shape);
+      Layer layer(shape, config_.page_tokens, formats[shape.format]);
       layer.key_rotation = rotation(layer.shape.head_dim);
       layer.value_rotation = rotation(layer.shape.value_dim);
       if (!pool_.add_class(layer.page.bytes, BlockUse::page, layer.page_class) ||
@@ -153,8 +143,7 @@ class SequenceStore {
       rotations_.push_back(std::make_unique<Rotation>(config_.seed, dim));
       found = rotations_.end() - 1;
     }
-    const std::size_t order = base_order(dim);
-    return {dim, (*found)->signs(), base_matrix(order), order};
+    return view_of(**found);
   }
 
   Sequence* make_sequence() noexcept {
@@ -270,7 +259,7 @@ class SequenceStore {
   void finish_pages(LayerState& state, const Layer& layer, std::span<Block* const> fresh, std::byte* scratch) noexcept {
     std::size_t number = state.coding.size();
     for (Block* page : fresh) {
-      layer.clear_padding(page);
+      layer.clear_padding(page->memory);
       (void)state.coding.push_back(page);
     }
     if (state.coding.empty()) return;
@@ -278,13 +267,13 @@ class SequenceStore {
     if (number > 0) --number, done = state.coding_work;
     for (; number < state.coding.size(); ++number, done = 0) {
       const std::size_t begin = state.coded_end() + number * rule_.page_tokens;
-      code_held(state, layer, state.coding[number], begin, rule_.page_tokens, done, scratch);
+      code_held(state, layer, state.coding[number]->memory, begin, rule_.page_tokens, done, scratch);
     }
     state.coding_work = layer.page_work();
   }
 
   // Codes a page of the tokens [begin, begin + count), of which `done` of the work is done, from raw rows of the tail.
-  void code_held(const LayerState& state, const Layer& layer, Block* page, std::size_t begin, std::size_t count,
+  void code_held(const LayerState& state, const Layer& layer, std::byte* page, std::size_t begin, std::size_t count,
                  std::size_t done, std::byte* scratch) const noexcept {
     for (std::size_t unit = 0; unit < layer.units(); ++unit) {
       const Side side = Layer::side_of(unit);
