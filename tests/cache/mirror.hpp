@@ -91,7 +91,7 @@ class Mirror {
   }
   /// True if erasing from `begin` on, down to `left` tokens, is as if the erased tokens had never come.
   bool is_traceless(std::size_t begin, std::size_t left) const {
-    const bool all_raw = coded(length()) == first_ && raw_begin_ == first_;
+    const bool all_raw = coded(length()) <= first_ && raw_begin_ == first_;
     return (all_raw || begin >= raw_begin_) && (left <= first_ || coded(left) >= raw_begin_) &&
            coded(left) <= std::max(begin, first_);
   }
