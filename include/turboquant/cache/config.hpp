@@ -24,7 +24,7 @@ struct LayerShape {
 
 /// A whole cache. Token counts are per sequence.
 struct CacheConfig {
-  std::vector<LayerShape> layers{LayerShape{}};
+  std::vector<LayerShape> layers = std::vector<LayerShape>(1);
   std::size_t page_tokens = 64;      ///< tokens per page: a multiple of 16, at most 256
   std::size_t recent_tokens = 64;    ///< at least so many of the newest tokens are read raw (bf16)
   std::size_t first_tokens = 0;      ///< so many of the first tokens stay raw for ever (attention sinks)

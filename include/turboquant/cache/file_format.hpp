@@ -194,7 +194,7 @@ inline constexpr std::size_t kLayerNumbers = 6;
 //   - a layer no longer than its first tokens has nothing coded;
 //   - page counting starts at `base`; the raw tail starts on that grid, not before what a rollback could need and not
 //     behind the codes;
-//   - only a window lets go of pages in front, whole ones, and of none that the newest query sees.
+//   - only a window lets go of pages in front, and of whole ones.
 inline const char* find_bad_layer(const CacheCore& core, const Layer& layer, std::size_t length,
                                   const LayerNumbers& numbers) noexcept {
   const CodingRule& rule = core.rule();
@@ -216,8 +216,7 @@ inline const char* find_bad_layer(const CacheCore& core, const Layer& layer, std
   if (held < first || held > length || (held > numbers.base && (held - numbers.base) % rule.page_tokens != 0)) {
     return "held_begin";
   }
-  const std::size_t window = layer.shape.window;
-  if (held > first && (window == 0 || held + window > length)) return "held_begin";
+  if (held > first && layer.shape.window == 0) return "held_begin";
   if (numbers.dropped_entries > held - first || (numbers.dropped_entries == 0) != (held == first)) {
     return "dropped_entries";
   }
