@@ -217,7 +217,8 @@ inline const char* find_bad_layer(const CacheCore& core, const Layer& layer, std
     return "held_begin";
   }
   if (held > first && layer.shape.window == 0) return "held_begin";
-  if (numbers.dropped_entries > held - first || (numbers.dropped_entries == 0) != (held == first)) {
+  // Each held at least one token and at most a page of them.
+  if (numbers.dropped_entries > held - first || numbers.dropped_entries * rule.page_tokens < held - first) {
     return "dropped_entries";
   }
   return numbers.pages > length ? "pages" : nullptr;
