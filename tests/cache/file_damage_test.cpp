@@ -256,7 +256,7 @@ TEST(FileDamage, S01BadNumbersWithGoodChecksumsAreRefused) {
   for (std::size_t l = 0; l < config.layers.size(); ++l) {
     const auto& layer = CacheAccess::core(file.from).layer(l);
     const Section& page = file.find(SectionKind::page, l);
-    const std::size_t memory = page.begin + page.size - layer.page.bytes;
+    const std::size_t memory = page.begin;
     const std::size_t head = memory + layer.page.head_offset(layer.shape.kv_heads - 1);
     const auto expect_refused = [&](std::size_t at, unsigned bits, const char* name) {
       const Status status = file.load_bytes(file.forged(at, bits, 2));
@@ -405,9 +405,9 @@ TEST(FileDamage, S03ClaimsAreNotBelieved) {
           ASSERT_TRUE(created == SequenceId{});
         }
   // Span counts and spans of a page.
-  const Section& page = file.find(SectionKind::page);
+  const Section& spans = file.find(SectionKind::spans);
   for (const std::uint64_t claim : {0U, 2U, 16U, 17U, 0xffffffffU, 0x80000000U})
-    for (const std::size_t at : {page.begin, page.begin + 4, page.begin + 8}) {
+    for (const std::size_t at : {spans.begin, spans.begin + 4, spans.begin + 8}) {
       if (number_at(file.bytes, at, 4) == claim) continue;
       EXPECT_STATUS(corrupt_file, file.load_bytes(file.forged(at, claim, 4)));
     }

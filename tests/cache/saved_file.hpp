@@ -59,7 +59,7 @@ inline void set_number(Bytes& bytes, std::size_t at, std::uint64_t number, std::
   for (std::size_t i = 0; i < count; ++i) bytes[at + i] = static_cast<std::uint8_t>(number >> 8 * i);
 }
 
-enum class SectionKind { header, shape, layer, first_rows, tail_rows, page };
+enum class SectionKind { header, shape, layer, first_rows, tail_rows, spans, page };
 struct Section {
   SectionKind kind;
   std::size_t layer, begin, size;  // size: without the checksum
@@ -106,7 +106,8 @@ inline std::vector<Section> sections_of(const Bytes& bytes, const turboquant::de
     for (std::uint64_t i = 0; i < pages; ++i) {
       if (bytes.size() - at < 4) return sections;
       const std::uint64_t spans = number_at(bytes, at, 4);
-      if (!add(SectionKind::page, l, 4 + 8 * spans + core.layer(l).page.bytes)) return sections;
+      if (!add(SectionKind::spans, l, 4 + 8 * spans) || !add(SectionKind::page, l, core.layer(l).page.bytes))
+        return sections;
     }
   }
   return sections;
@@ -129,8 +130,10 @@ void seal_sections(Bytes& bytes, const Cache& cache) {
 /// The sections of a saved page.
 inline std::vector<Section> page_sections(const Bytes& bytes) {
   constexpr std::size_t kHeader = 16 + 9 * 8;
-  if (bytes.size() < kHeader + 16) return {};
-  return {{SectionKind::header, 0, 0, kHeader}, {SectionKind::page, 0, kHeader + 8, bytes.size() - kHeader - 16}};
+  if (bytes.size() < kHeader + 36) return {};
+  return {{SectionKind::header, 0, 0, kHeader},
+          {SectionKind::spans, 0, kHeader + 8, 12},
+          {SectionKind::page, 0, kHeader + 28, bytes.size() - kHeader - 36}};
 }
 
 }  // namespace tests

@@ -103,6 +103,7 @@ class SectionReader {
   void begin(const char* place) noexcept {
     place_ = place;
     offset_ += buffer_.size();
+    start_ = offset_;
     buffer_.clear();
     next_ = 0;
   }
@@ -116,22 +117,22 @@ class SectionReader {
       if (to == nullptr) return {Status::out_of_memory, "section"};
       const std::size_t got = source_.read(source_.context, to, step);
       if (got > step) return {Status::io_error, "source"};
-      if (got < step) {
-        return {Status::corrupt_file, place_, static_cast<std::int64_t>(offset_ + before + count),
-                static_cast<std::int64_t>(offset_ + before + got)};
-      }
+      if (got < step) return cut_off(before + count, before + got);
       count -= step;
     }
     return {};
   }
 
   // Compares the checksum that follows.
-  Status end() {
-    const std::size_t count = buffer_.size();
-    if (const Status status = take(kChecksumBytes); status.code != Status::ok) return status;
-    const std::uint64_t found = word_at(buffer_.data() + count);
-    chain_ = checksum(buffer_.data(), count, chain_);
-    return chain_ == found ? Status{} : damaged(place_);
+  Status end() { return end(buffer_.size(), nullptr); }
+
+  // A whole section of `count` bytes, read to where it is to stay.
+  Status take_to(std::uint8_t* to, std::size_t count) {
+    const std::size_t got = source_.read(source_.context, to, count);
+    if (got > count) return {Status::io_error, "source"};
+    if (got < count) return cut_off(count, got);
+    offset_ += count;
+    return end(0, to, count);
   }
 
   // The next `bytes` bytes as a little-endian number. Requires that they were taken.
@@ -146,17 +147,30 @@ class SectionReader {
 
   // A refusal that names what is wrong and the byte at which the section begins.
   Status damaged(const char* what) const noexcept {
-    return {Status::corrupt_file, what, 0, static_cast<std::int64_t>(offset_)};
+    return {Status::corrupt_file, what, 0, static_cast<std::int64_t>(start_)};
   }
 
  private:
   static constexpr std::size_t kStep = std::size_t{1} << 16;
 
+  Status cut_off(std::size_t expected, std::size_t found) const noexcept {
+    return {Status::corrupt_file, place_, static_cast<std::int64_t>(offset_ + expected),
+            static_cast<std::int64_t>(offset_ + found)};
+  }
+
+  // Reads the checksum behind `taken` bytes of the buffer and compares it with that of them or of other bytes.
+  Status end(std::size_t taken, const std::uint8_t* other, std::size_t count = 0) {
+    if (const Status status = take(kChecksumBytes); status.code != Status::ok) return status;
+    chain_ = other != nullptr ? checksum(other, count, chain_) : checksum(buffer_.data(), taken, chain_);
+    return chain_ == word_at(buffer_.data() + taken) ? Status{} : damaged(place_);
+  }
+
   ByteSource source_;
   SectionBuffer buffer_;
   const char* place_ = "";
   std::uint64_t chain_ = 0;
-  std::size_t offset_ = 0, next_ = 0;
+  std::size_t start_ = 0, offset_ = 0;  // in the file: of the section, of the buffer
+  std::size_t next_ = 0;                // in the buffer
 };
 
 }  // namespace detail

@@ -10,10 +10,14 @@
 
 namespace turboquant::detail {
 
-// The 8 bytes at p as a little-endian number; compilers make one load of it.
+// The 8 bytes at p as a little-endian number.
 inline std::uint64_t word_at(const std::uint8_t* p) noexcept {
   std::uint64_t word = 0;
-  for (unsigned i = 0; i < 8; ++i) word |= std::uint64_t{p[i]} << 8 * i;
+  if constexpr (std::endian::native == std::endian::little) {
+    std::memcpy(&word, p, sizeof word);
+  } else {
+    for (unsigned i = 0; i < 8; ++i) word |= std::uint64_t{p[i]} << 8 * i;
+  }
   return word;
 }
 
@@ -25,9 +29,12 @@ inline std::uint64_t checksum(const std::uint8_t* bytes, std::size_t count, std:
   const auto step = [](std::uint64_t lane, std::uint64_t word) noexcept {
     return std::rotl((lane ^ word) * 0xd6e8feb86659fd93u, 29);
   };
-  std::uint64_t lanes[4] = {mix_bits(seed), mix_bits(seed + 1), mix_bits(seed + 2), mix_bits(seed + 3)};
+  std::uint64_t a = mix_bits(seed), b = mix_bits(seed + 1), c = mix_bits(seed + 2), d = mix_bits(seed + 3);
   const auto block = [&](const std::uint8_t* p) noexcept {
-    for (std::size_t i = 0; i < 4; ++i) lanes[i] = step(lanes[i], word_at(p + 8 * i));
+    a = step(a, word_at(p));
+    b = step(b, word_at(p + 8));
+    c = step(c, word_at(p + 16));
+    d = step(d, word_at(p + 24));
   };
   std::size_t at = 0;
   for (; count - at >= 32; at += 32) block(bytes + at);
@@ -36,9 +43,7 @@ inline std::uint64_t checksum(const std::uint8_t* bytes, std::size_t count, std:
     std::memcpy(last, bytes + at, count - at);
     block(last);
   }
-  std::uint64_t sum = count;
-  for (const std::uint64_t lane : lanes) sum = step(sum, lane);
-  return mix_bits(sum);
+  return mix_bits(step(step(step(step(count, a), b), c), d));
 }
 
 }  // namespace turboquant::detail

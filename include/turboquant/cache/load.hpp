@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <span>
 
 #include <turboquant/cache/byte_stream.hpp>
 #include <turboquant/cache/file_format.hpp>
@@ -118,49 +119,72 @@ inline Status load_tiles(CacheCore& core, const Layer& layer, std::size_t tokens
   return {};
 }
 
-// The section of one page, checked but for where its tokens lie in the sequence.
-struct PageRead {
-  Span spans[256];
-  std::size_t span_count = 0;
-  std::byte* memory = nullptr;  // until the next section
+// One page, checked but for where its tokens lie in the sequence, and its block until somebody takes it over.
+class PageRead {
+ public:
+  explicit PageRead(PagePool& pool) noexcept : pool_(pool) {}
+  ~PageRead() {
+    if (block_ != nullptr) pool_.release(block_);
+  }
+  PageRead(const PageRead&) = delete;
+  PageRead& operator=(const PageRead&) = delete;
+
+  std::span<const Span> spans() const noexcept { return {spans_, span_count_}; }
+
+  // Reads the two sections of a page. `in_place`: straight into a block, which is taken before the page has arrived.
+  Status read(const Layer& layer, SectionReader& in, bool in_place) {
+    in.begin("page spans");
+    const std::size_t page_tokens = layer.page_shape.tokens;
+    if (const Status status = in.take(4); status.code != Status::ok) return status;
+    const std::uint64_t count = in.number(4);
+    if (count == 0 || count > page_tokens) return in.damaged("page spans");
+    if (const Status status = in.take(8 * count); status.code != Status::ok) return status;
+    if (const Status status = in.end(); status.code != Status::ok) return status;
+    span_count_ = count;
+    std::uint64_t end = 0;
+    for (std::size_t s = 0; s < count; ++s) {
+      const std::uint64_t first = in.number(4), tokens = in.number(4);
+      if (first < end || tokens == 0 || first + tokens > page_tokens) return in.damaged("page spans");
+      spans_[s] = {static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(tokens)};
+      end = first + tokens;
+    }
+    in.begin("page");
+    if (!in_place) {
+      if (const Status status = in.take(layer.page.bytes); status.code != Status::ok) return status;
+      if (const Status status = in.end(); status.code != Status::ok) return status;
+    }
+    block_ = pool_.acquire(layer.page_class);
+    if (block_ == nullptr) return {Status::out_of_memory, "pages"};
+    auto* to = reinterpret_cast<std::uint8_t*>(block_->memory);
+    if (in_place) {
+      if (const Status status = in.take_to(to, layer.page.bytes); status.code != Status::ok) return status;
+    } else {
+      std::memcpy(to, in.rest(), layer.page.bytes);
+    }
+    const char* bad = find_bad_number(layer, block_->memory);
+    return bad != nullptr ? in.damaged(bad) : Status{};
+  }
+
+  // Moves the page behind the codes of a layer, one entry per span. Nothing has changed if there is no memory.
+  Status append_to(LayerState& state) noexcept {
+    const std::size_t needed = state.entries.size() + span_count_, doubled = 2 * state.entries.capacity();
+    if (needed > state.entries.capacity() && !state.entries.reserve((std::max)(needed, doubled))) {
+      return {Status::out_of_memory, "entries"};
+    }
+    for (std::size_t s = 0; s < span_count_; ++s) {
+      if (s > 0) block_->retain();
+      (void)state.entries.push_back(Entry{block_, state.coded_end(), spans_[s].first, spans_[s].count});
+    }
+    block_ = nullptr;
+    return {};
+  }
+
+ private:
+  PagePool& pool_;
+  Block* block_ = nullptr;
+  Span spans_[256];
+  std::size_t span_count_ = 0;
 };
-
-inline Status read_page(const Layer& layer, SectionReader& in, PageRead& page) {
-  in.begin("page");
-  const std::size_t page_tokens = layer.page_shape.tokens;
-  if (const Status status = in.take(4); status.code != Status::ok) return status;
-  const std::uint64_t count = in.number(4);
-  if (count == 0 || count > page_tokens) return in.damaged("page spans");
-  const Status status = take_section(8 * count + layer.page.bytes, in);
-  if (status.code != Status::ok) return status;
-  page.span_count = count;
-  std::uint64_t end = 0;
-  for (std::size_t s = 0; s < count; ++s) {
-    const std::uint64_t first = in.number(4), tokens = in.number(4);
-    if (first < end || tokens == 0 || first + tokens > page_tokens) return in.damaged("page spans");
-    page.spans[s] = {static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(tokens)};
-    end = first + tokens;
-  }
-  page.memory = reinterpret_cast<std::byte*>(in.rest());
-  const char* bad = find_bad_number(layer, page.memory);
-  return bad != nullptr ? in.damaged(bad) : Status{};
-}
-
-// Puts a page behind the codes of a layer, one entry per span. Nothing has changed if there is no memory.
-inline Status append_page(CacheCore& core, const Layer& layer, const PageRead& page, LayerState& state) noexcept {
-  const std::size_t needed = state.entries.size() + page.span_count;
-  if (needed > state.entries.capacity() && !state.entries.reserve((std::max)(needed, 2 * state.entries.capacity()))) {
-    return {Status::out_of_memory, "entries"};
-  }
-  Block* block = core.pool().acquire(layer.page_class);
-  if (block == nullptr) return {Status::out_of_memory, "pages"};
-  std::memcpy(block->memory, page.memory, layer.page.bytes);
-  for (std::size_t s = 0; s < page.span_count; ++s) {
-    if (s > 0) block->retain();
-    (void)state.entries.push_back(Entry{block, state.coded_end(), page.spans[s].first, page.spans[s].count});
-  }
-  return {};
-}
 
 inline Status load_layer(CacheCore& core, std::size_t index, std::size_t length, LayerState& state, SectionReader& in) {
   const Layer& layer = core.layer(index);
@@ -182,20 +206,19 @@ inline Status load_layer(CacheCore& core, std::size_t index, std::size_t length,
   state.held_begin = numbers.held_begin;
   const std::size_t coded_end =
       length > numbers.first ? coded_end_of(rule, base, state.held_begin, length) : state.held_begin;
-  PageRead page;
   for (std::uint64_t i = 0; i < numbers.pages; ++i) {
-    status = read_page(layer, in, page);
+    PageRead page(core.pool());
+    status = page.read(layer, in, i > 0);
     if (status.code != Status::ok) return status;
     std::size_t begin = state.coded_end();
-    for (std::size_t s = 0; s < page.span_count; ++s) {
-      const Span& span = page.spans[s];
+    for (const Span& span : page.spans()) {
       // Behind the base there are whole pages only, each its own.
       const bool whole = span.first == 0 && span.count == rule.page_tokens && (begin - base) % rule.page_tokens == 0;
       if (begin >= base ? !whole : begin + span.count > base) return in.damaged("page spans");
       begin += span.count;
     }
     if (begin > coded_end) return in.damaged("page spans");
-    status = append_page(core, layer, page, state);
+    status = page.append_to(state);
     if (status.code != Status::ok) return status;
   }
   if (state.coded_end() != coded_end) return in.damaged("pages");
@@ -253,13 +276,13 @@ inline Status load_page(CacheCore& core, SequenceId id, std::size_t index, const
   compare("seed", core.config().seed);
   describe_layer(layer, std::ref(compare));
   if (compare.status().code != Status::ok) return compare.status();
-  PageRead page;
-  if (const Status status = read_page(layer, in, page); status.code != Status::ok) return status;
-  if (page.span_count != 1) return in.damaged("page spans");
-  if (state.length > kMostTokens - page.spans[0].count) {
+  PageRead page(core.pool());
+  if (const Status status = page.read(layer, in, false); status.code != Status::ok) return status;
+  if (page.spans().size() != 1) return in.damaged("page spans");
+  if (state.length > kMostTokens - page.spans()[0].count) {
     return CacheCore::bad_shape("length", kMostTokens, state.length);
   }
-  if (const Status status = append_page(core, layer, page, state); status.code != Status::ok) return status;
+  if (const Status status = page.append_to(state); status.code != Status::ok) return status;
   for (Block* tile : state.tail) core.recycle(*sequence, state, layer.tile_class, tile);
   state.tail.clear();
   state.length = state.base = state.tail_begin = state.coded_end();

@@ -38,7 +38,8 @@ inline Status save_tiles(const Layer& layer, const Array<Block*>& tiles, std::si
   return {};
 }
 
-// Section: which tokens of a page are in use, and the page with all others taken out. The page itself may be shared.
+// Two sections: which tokens of a page are in use; and the page with all others taken out. The page itself may be
+// shared.
 inline Status save_page(const Layer& layer, const Block* page, const Span* spans, std::size_t count,
                         SectionWriter& out) {
   out.put(count, 4);
@@ -46,6 +47,7 @@ inline Status save_page(const Layer& layer, const Block* page, const Span* spans
     out.put(spans[s].first, 4);
     out.put(spans[s].count, 4);
   }
+  if (const Status status = out.end(); status.code != Status::ok) return status;
   std::uint8_t* copy = out.extend(layer.page.bytes);
   if (copy != nullptr) {
     std::memcpy(copy, page->memory, layer.page.bytes);
