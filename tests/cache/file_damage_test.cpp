@@ -42,6 +42,7 @@ void* counted_or_refused(std::size_t bytes, std::size_t alignment) noexcept {
 
 #define NOT_INLINED [[gnu::noinline]]
 NOT_INLINED void* operator new(std::size_t bytes) { return counted_or_throw(bytes, 16); }
+NOT_INLINED void* operator new[](std::size_t bytes) { return counted_or_throw(bytes, 16); }
 NOT_INLINED void* operator new(std::size_t bytes, std::align_val_t alignment) {
   return counted_or_throw(bytes, static_cast<std::size_t>(alignment));
 }
