@@ -54,7 +54,7 @@ TEST(File, EverySequenceGoesOnAsItWouldHave) {
   std::size_t erased_pages = 0, windowed = 0, deep = 0;
   for (std::uint64_t seed = 0; seed < 12 && !HasFailure(); ++seed) {
     CacheConfig config = mixed_config();
-    config.recent_tokens = seed % 3 * 10;
+    config.recent_tokens = seed % 3 * 20;  // less than a window, and more
     config.rollback_tokens = seed % 2 * 24;
     config.first_tokens = seed % 4 * 3;
     config.page_tokens = seed % 5 == 4 ? 32 : 16;
@@ -326,6 +326,29 @@ TEST(File, S08FragmentedPoolAndWindow) {
   EXPECT_TRUE(same_bits(attend_only(windowed, 0, id, query), attend_only(other, 0, copy, query)));
   Block keys, values;
   EXPECT_STATUS(behind_window, read_rows(other, copy, 0, 0, 16, keys, values));
+}
+
+TEST(File, ASealBehindAWindowThatIsShorterThanTheRawTail) {
+  // After the rollback codes are readable to 16 only, but the window has let go of all before 32.
+  CacheConfig config;
+  config.layers = {LayerShape{.kv_heads = 1, .head_dim = 32, .window = 24}};
+  config.page_tokens = 16;
+  config.recent_tokens = 32;
+  config.rollback_tokens = 8;
+  using Cache = KVCache<turboquant::TQ4>;
+  Cache here(config), there(config);
+  const SequenceId id = new_sequence(here);
+  ASSERT_OK(append_only(here, 0, id, gaussian_block(1, 64, 1, 32), gaussian_block(2, 64, 1, 32)));
+  ASSERT_OK(here.truncate(id, 57));
+  ASSERT_EQ(CacheAccess::core(here).find(id)->layers[0].held_begin, 32U);
+  EXPECT_EQ(saved(there, loaded(there, saved(here, id))), saved(here, id));
+  ASSERT_OK(here.seal(id));
+  EXPECT_EQ(CacheAccess::core(here).find(id)->layers[0].entries[0].begin, 32U);
+  const SequenceId copy = loaded(there, saved(here, id));
+  Block keys, values, copied_keys, copied_values;
+  ASSERT_OK(read_rows(here, id, 0, 32, 57, keys, values));
+  ASSERT_OK(read_rows(there, copy, 0, 32, 57, copied_keys, copied_values));
+  EXPECT_TRUE(same_bits(keys, copied_keys) && same_bits(values, copied_values));
 }
 
 TEST(File, DroppedTokensLeaveNoTraceInLevelCodes) {

@@ -303,14 +303,19 @@ class CacheCore : public SequenceStore {
   }
 
   std::size_t pages_to_seal(const LayerState& state) const noexcept {
-    const std::size_t coded = rule_.coded(state.base, state.length);
-    return layout::round_up(saturating_subtract(state.length, coded), rule_.page_tokens) / rule_.page_tokens;
+    const std::size_t begin = seal_begin(state);
+    return layout::round_up(saturating_subtract(state.length, begin), rule_.page_tokens) / rule_.page_tokens;
+  }
+
+  // A window shorter than the raw tail may have let go of codes that a rollback has made raw again.
+  std::size_t seal_begin(const LayerState& state) const noexcept {
+    return (std::max)(rule_.coded(state.base, state.length), state.coded_end());
   }
 
   void seal(Sequence& sequence, std::size_t index, std::span<Block* const> pages, std::byte* scratch) noexcept {
     const Layer& layer = layers_[index];
     LayerState& state = sequence.layers[index];
-    std::size_t begin = rule_.coded(state.base, state.length);
+    std::size_t begin = seal_begin(state);
     for (Block* page : pages) {
       const std::size_t count = (std::min)(rule_.page_tokens, state.length - begin);
       layer.clear_padding(page);
