@@ -2,6 +2,7 @@
 // reports.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -271,7 +272,7 @@ TEST(File, L03PaddedAndUnequalSizesTakeTurns) {
     Cache fresh(config);
     const SequenceId copy = turn < 2 ? new_sequence(fresh) : loaded(fresh, file);
     const std::size_t count = turn < 2 ? 19 : 5;
-    const auto stream = static_cast<std::uint64_t>(100 * turn);
+    const auto stream = std::uint64_t{100} * static_cast<std::uint64_t>(turn);
     const Block keys = gaussian_block(stream + 1, count, 2, 96), values = gaussian_block(stream + 2, count, 2, 96),
                 queries = gaussian_block(stream + 3, 2, 4, 96);
     ASSERT_TRUE(
@@ -464,9 +465,9 @@ TEST(File, SavingBesideReadersAndBesideWritersOfOtherSequences) {
   SequenceId fork;
   ASSERT_OK(cache.fork(id, 90, fork));
   std::atomic<std::size_t> wrong{0};
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 2; ++t)
-    threads.emplace_back([&] {
+  std::array<std::thread, 2> threads;
+  for (std::thread& thread : threads)
+    thread = std::thread([&] {
       for (int round = 0; round < 20; ++round) {
         MemorySink file;
         if (!(save(cache, id, file.sink()) == Status::ok) || file.bytes != wanted) ++wrong;
