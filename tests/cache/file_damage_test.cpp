@@ -278,9 +278,11 @@ TEST(FileDamage, S01BadNumbersWithGoodChecksumsAreRefused) {
         expect_refused(head + layer.page.value.zero_points + 6, bits, "zero point");
       }
     }
-    // The numbers of the report are binary16; as bfloat16 all but one are finite, and no scale may be negative.
-    expect_refused(head + layer.page.key.scales, 0xfc00, "key scale");
-    expect_refused(head + layer.page.key.scales, 0xbc00, "key scale");
+    // The numbers of the report are binary16; as bfloat16 they are finite, two beyond any row and two negative.
+    for (const unsigned bits : {0x7c00U, 0x7e00U, 0xfc00U, 0xbc00U}) {
+      expect_refused(head + layer.page.key.scales, bits, "key scale");
+      expect_refused(head + layer.page.value.scales, bits, "value scale");
+    }
     for (const auto& [kind, side] : {std::pair{SectionKind::first_rows, 0}, std::pair{SectionKind::tail_rows, 1}}) {
       const Section& rows = file.find(kind, l);
       for (const unsigned bits : {0x7f80U, 0x7fc0U, 0xff80U, 0x7f7fU}) {
@@ -419,6 +421,56 @@ TEST(FileDamage, S03ClaimsAreNotBelieved) {
   padded.padding = std::size_t{1} << 30;
   EXPECT_OK(file.load_stream(padded));
   EXPECT_EQ(padded.read, file.bytes.size());
+}
+
+TEST(FileDamage, LayersThatContradictThemselvesAreRefusedByName) {
+  struct Forgery {
+    std::size_t at;
+    std::uint64_t number;
+    const char* field;
+  };
+  const auto expect = [](Small& file, const Forgery& forgery) {
+    const Status status =
+        file.load_bytes(file.forged(file.find(SectionKind::layer).begin + forgery.at, forgery.number));
+    EXPECT_TRUE(status == Status::corrupt_file) << forgery.field << ' ' << forgery.number;
+    EXPECT_STREQ(status.field, forgery.field) << forgery.number;
+  };
+  // 24 tokens, 2 of them first ones: coded to 18, raw from 18 on.
+  Small file(small_config());
+  for (const Forgery& forgery : {Forgery{offset::layer_first, 3, "first"},
+                                 {offset::layer_first, 1, "first"},
+                                 {offset::base, 1, "base"},
+                                 {offset::base, 25, "base"},
+                                 {offset::base, 4, "tail_begin"},
+                                 {offset::tail_begin, 2, "tail_begin"},
+                                 {offset::tail_begin, 17, "tail_begin"},
+                                 {offset::tail_begin, 34, "tail_begin"},
+                                 {offset::held_begin, 18, "held_begin"},
+                                 {offset::dropped, 1, "dropped_entries"},
+                                 {offset::pages, 0, "pages"},
+                                 {offset::pages, 25, "pages"}})
+    expect(file, forgery);
+  EXPECT_STREQ(file.load_bytes(file.forged(offset::length, 1)).field, "tail_begin");
+  // With a window, 60 tokens: three pages, all let go of.
+  CacheConfig config = small_config();
+  config.layers[0].window = 8;
+  Small windowed(config, 60);
+  for (const Forgery& forgery : {Forgery{offset::held_begin, 1, "held_begin"},
+                                 {offset::held_begin, 49, "held_begin"},
+                                 {offset::held_begin, 66, "held_begin"},
+                                 {offset::dropped, 0, "dropped_entries"},
+                                 {offset::dropped, 2, "dropped_entries"},
+                                 {offset::dropped, 49, "dropped_entries"},
+                                 {offset::held_begin, 34, "pages"}})
+    expect(windowed, forgery);
+  // A sequence of first tokens only has nothing else.
+  Small first(small_config(), 2);
+  for (const Forgery& forgery : {Forgery{offset::base, 3, "base"},
+                                 {offset::tail_begin, 18, "tail_begin"},
+                                 {offset::held_begin, 3, "held_begin"},
+                                 {offset::dropped, 1, "dropped_entries"},
+                                 {offset::pages, 1, "pages"}})
+    expect(first, forgery);
 }
 
 TEST(FileDamage, HeaderClaimsOfAHugeCacheCostNothing) {
