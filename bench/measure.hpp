@@ -24,6 +24,16 @@ namespace measure {
 /// Keeps the compiler from dropping stores to, or reusing loads from, memory across this point.
 inline void fence() { asm volatile("" ::: "memory"); }
 
+/// Time of a single call in ns.
+template <class Work>
+double time_once_ns(Work&& work) {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  work();
+  fence();
+  return std::chrono::duration<double, std::nano>(Clock::now() - begin).count();
+}
+
 /// Mean time of one call in ns, over as many calls as fill `seconds`, at least one.
 template <class Work>
 double time_ns(Work&& work, double seconds) {

@@ -209,6 +209,43 @@ double encode_ns(const Options& options) {
   return measure::median(times[0]);
 }
 
+// How even the steps of a long decode are: the median of the 65 steps around a step over its own time, for the worst
+// step. A step's time is its best of all rounds, so that it is the work that counts and not the neighbours.
+template <class F>
+double decode_evenness(const Options& options) {
+  constexpr std::size_t kPrompt = 64, kSteps = 4096, kHeads = 4, kAround = 65;
+  const RandomTokens source(kPrompt + kSteps, kDim);
+  const std::vector<float> queries = random_floats(kHeads * kDim, 3);
+  std::vector<float> out(kHeads * kDim);
+  std::vector<double> best(kSteps);
+  for (std::size_t round = 0; round < options.rounds; ++round) {
+    turboquant::KVCache<F> cache{turboquant::CacheConfig{}};
+    turboquant::BatchItem item;
+    require_ok(cache.create_sequence(item.sequence), "create_sequence");
+    require_ok(cache.reserve(item.sequence, kPrompt + kSteps), "reserve");
+    source.append_to(cache, item.sequence, kPrompt);
+    item.queries = turboquant::ConstRows(queries.data(), 1, kHeads, kDim);
+    item.out = turboquant::Rows(out.data(), 1, kHeads, kDim);
+    for (std::size_t step = 0; step < kSteps; ++step) {
+      item.keys = turboquant::ConstRows(source.keys.data() + (kPrompt + step) * kDim, 1, 1, kDim);
+      item.values = turboquant::ConstRows(source.values.data() + (kPrompt + step) * kDim, 1, 1, kDim);
+      const double time = measure::time_once_ns(
+          [&] { require_ok(turboquant::attend(cache, 0, std::span<const turboquant::BatchItem>(&item, 1)), "step"); });
+      best[step] = round == 0 ? time : std::min(best[step], time);
+    }
+  }
+  double worst = 1;
+  std::size_t worst_step = 0;
+  for (std::size_t step = 0; step < kSteps; ++step) {
+    const std::size_t begin = std::min(step < kAround / 2 ? 0 : step - kAround / 2, kSteps - kAround);
+    const auto first = best.begin() + static_cast<std::ptrdiff_t>(begin);
+    const double evenness = measure::median({first, first + kAround}) / best[step];
+    if (evenness < worst) worst = evenness, worst_step = step;
+  }
+  if (options.detail) std::fprintf(stderr, "#   worst step %zu: %.0f ns\n", worst_step, best[worst_step]);
+  return worst;
+}
+
 struct Measurement {
   std::string name;
   std::function<double(const Options&)> run;
@@ -241,6 +278,7 @@ std::vector<Measurement> all_measurements() {
   list.push_back({"bandwidth_fraction_logits_tq4", bandwidth_fraction<TQ4>});
   add_attend<TQ4>(list, "tq4", "dram", kDram);
   add_logits<TQ3>(list, "tq3");
+  list.push_back({"decode_evenness_tq3", decode_evenness<TQ3>});
   return list;
 }
 

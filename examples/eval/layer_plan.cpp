@@ -2,7 +2,6 @@
 #include "layer_plan.hpp"
 
 #include <turboquant/cache/format.hpp>
-#include <turboquant/layout/page.hpp>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -92,7 +91,7 @@ unsigned width_in(const json& value, const std::string& name) {
 }
 
 template <class F>
-turboquant::layout::PageShape page_shape(const turboquant::LayerShape& layer, std::size_t page_tokens) {
+turboquant::layout::PageShape page_shape_of(const turboquant::LayerShape& layer, std::size_t page_tokens) {
   using Key = typename F::key_codec;
   using Value = typename F::value_codec;
   const std::size_t value_dim = layer.value_dim == 0 ? layer.head_dim : layer.value_dim;
@@ -141,13 +140,18 @@ LayerPlan layer_plan(std::string_view text, const ModelShape& model) {
 
 unsigned bits_of(const turboquant::LayerShape& layer) { return kWidths[layer.format]; }
 
+turboquant::layout::PageShape page_shape(const turboquant::LayerShape& layer, std::size_t page_tokens) {
+  using namespace turboquant;
+  constexpr layout::PageShape (*kShapes[])(const LayerShape&, std::size_t) = {page_shape_of<TQ8>, page_shape_of<TQ4>,
+                                                                              page_shape_of<TQ3>, page_shape_of<TQ2>};
+  return kShapes[layer.format](layer, page_tokens);
+}
+
 double average_bits(std::span<const turboquant::LayerShape> plan, std::size_t page_tokens) {
   using namespace turboquant;
-  constexpr layout::PageShape (*kShapes[])(const LayerShape&, std::size_t) = {page_shape<TQ8>, page_shape<TQ4>,
-                                                                              page_shape<TQ3>, page_shape<TQ2>};
   double bits = 0, coordinates = 0;
   for (const LayerShape& layer : plan) {
-    const layout::PageShape shape = kShapes[layer.format](layer, page_tokens);
+    const layout::PageShape shape = page_shape(layer, page_tokens);
     const auto width = static_cast<double>(shape.kv_heads * (shape.key.dim + shape.value.dim));
     bits += layout::bits_per_coordinate(shape) * width;
     coordinates += width;

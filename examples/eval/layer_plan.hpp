@@ -2,6 +2,7 @@
 #pragma once
 
 #include <turboquant/cache/config.hpp>
+#include <turboquant/layout/page.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -45,6 +46,9 @@ LayerPlan layer_plan(std::string_view text, const ModelShape& model);
 
 /// The width of a layer of a plan.
 unsigned bits_of(const turboquant::LayerShape& layer);
+
+/// What a page of a layer of a plan holds; page_layout gives its bytes.
+turboquant::layout::PageShape page_shape(const turboquant::LayerShape& layer, std::size_t page_tokens);
 
 /// True bits per coordinate, scales, centres and padding of full pages included: MemoryUse::bits_per_coordinate
 /// of the cache.

@@ -144,6 +144,102 @@ TEST(Invariance, DraftsVerifiedAtOnceEqualOneAtATime) {  // F03
   }
 }
 
+/// A random tree of drafts: word i has bit i and the bits of all ancestors of i.
+std::vector<std::uint64_t> random_tree(std::uint64_t seed, std::size_t tokens) {
+  std::vector<std::uint64_t> tree(tokens);
+  for (std::size_t i = 0; i < tokens; ++i) {
+    const std::size_t parent = oracle::hash(seed, 5, i) % (i + 1);  // i: no parent
+    tree[i] = std::uint64_t{1} << i | (parent < i ? tree[parent] : 0);
+  }
+  return tree;
+}
+std::vector<std::uint32_t> branch_of(std::uint64_t word) {
+  std::vector<std::uint32_t> tokens;
+  for (std::uint32_t i = 0; i < 64; ++i)
+    if ((word >> i & 1) != 0) tokens.push_back(i);
+  return tokens;
+}
+
+TEST(Invariance, ATreeOfDraftsEqualsItsBranchesOneAtATime) {
+  for (CacheConfig config : configurations()) {
+    config.recent_tokens += 11;
+    config.rollback_tokens += 11;
+    Cache cache(config);
+    for (std::uint64_t round = 0; round < 8; ++round) {
+      const std::size_t begin = 3 + 13 * round, tokens = 2 + round;
+      const Stream stream(round, begin + tokens, 1, 32), more(round + 100, 50, 1, 32);
+      const SequenceId drafted = new_sequence(cache), later = new_sequence(cache);
+      for (const SequenceId id : {drafted, later}) ASSERT_OK(stream.feed(cache, id, 0, begin).status);
+      const std::vector<std::uint64_t> tree = random_tree(round, tokens);
+      const Block queries = stream.queries.slice(begin, begin + tokens);
+      CallOptions options;
+      options.tree = tree.data();
+      const Outcome together = attend_one(cache, 0, drafted, stream.keys.slice(begin, begin + tokens),
+                                          stream.values.slice(begin, begin + tokens), queries, options);
+      ASSERT_OK(together.status);
+      // Layers that share these keys ask again later.
+      ASSERT_OK(append_only(cache, 0, later, stream.keys.slice(begin, begin + tokens),
+                            stream.values.slice(begin, begin + tokens)));
+      EXPECT_TRUE(same_bits(together, attend_only(cache, 0, later, queries, options)));
+      for (std::size_t i = 0; i < tokens; ++i) {
+        const std::vector<std::uint32_t> branch = branch_of(tree[i]);
+        SequenceId accepted, plain = new_sequence(cache);
+        ASSERT_OK(stream.feed(cache, plain, 0, begin).status);
+        Outcome last;
+        for (const std::uint32_t t : branch) last = stream.feed(cache, plain, begin + t, begin + t + 1);
+        EXPECT_TRUE(same_bits(together.out.slice(i, i + 1), last.out)) << "round " << round << " draft " << i;
+        EXPECT_EQ(together.lse[2 * i], last.lse[0]);
+        EXPECT_EQ(together.lse[2 * i + 1], last.lse[1]);
+        // The accepted branch goes on as if the others had never come.
+        ASSERT_OK(cache.fork(drafted, begin + tokens, accepted));
+        ASSERT_OK(cache.keep(accepted, begin, branch));
+        EXPECT_EQ(cache.length(accepted), begin + branch.size());
+        EXPECT_TRUE(same_bits(more.feed(cache, accepted, 0, 50), more.feed(cache, plain, 0, 50)));
+        cache.release(accepted);
+        cache.release(plain);
+      }
+      cache.release(drafted);
+      cache.release(later);
+    }
+  }
+}
+
+TEST(Invariance, TreesThatAreNone) {
+  CacheConfig config;
+  config.layers = {{.kv_heads = 1, .head_dim = 32}};
+  config.recent_tokens = 8;
+  Cache cache(config);
+  const Stream stream(1, 40, 1, 32);
+  const SequenceId id = new_sequence(cache);
+  ASSERT_OK(stream.feed(cache, id, 0, 20).status);
+  const auto refused = [&](const std::vector<std::uint64_t>& tree, std::size_t queries, bool causal = true) {
+    CallOptions options;
+    options.tree = tree.data();
+    options.params.causal = causal;
+    const Outcome outcome =
+        attend_one(cache, 0, id, stream.keys.slice(20, 20 + tree.size()), stream.values.slice(20, 20 + tree.size()),
+                   stream.queries.slice(0, queries), options);
+    EXPECT_EQ(cache.length(id), 20U);
+    return outcome.status;
+  };
+  EXPECT_STATUS(bad_shape, refused({0b01, 0b01}, 2));           // does not see itself
+  EXPECT_STATUS(bad_shape, refused({0b11, 0b10}, 2));           // sees a later one
+  EXPECT_STATUS(bad_shape, refused({0b001, 0b011, 0b110}, 3));  // sees its parent, not that one's
+  EXPECT_STATUS(bad_shape, refused({0b001, 0b010, 0b111}, 3));  // two parents
+  EXPECT_STATUS(bad_shape, refused({0b01, 0b11}, 1));           // a query is missing
+  EXPECT_STATUS(bad_shape, refused({0b01, 0b11}, 2, false));    // not causal
+  EXPECT_STATUS(bad_shape, refused(random_tree(1, 9), 9));      // more than recent_tokens
+  CallOptions options;
+  const std::vector<std::uint64_t> tree = random_tree(1, 8);
+  options.tree = tree.data();
+  const SequenceId empty = new_sequence(cache);
+  EXPECT_STATUS(bad_shape, attend_only(cache, 0, empty, stream.queries.slice(0, 8), options).status);
+  for (const std::vector<std::uint32_t>& tokens : {std::vector<std::uint32_t>{1, 1}, {2, 1}, {0, 5}})
+    EXPECT_STATUS(bad_shape, cache.keep(id, 15, tokens));
+  EXPECT_STATUS(bad_shape, cache.keep(id, 21, {}));
+  EXPECT_EQ(cache.length(id), 20U);
+}
+
 TEST(Invariance, RejectedDraftsLeaveNoTrace) {
   for (const CacheConfig& config : configurations()) {
     if (config.rollback_tokens == 0) continue;

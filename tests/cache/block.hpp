@@ -87,6 +87,7 @@ struct CallOptions {
   turboquant::AttentionParams params{};
   bool with_lse = true;
   std::size_t position = turboquant::npos, key_begin = 0, key_end = turboquant::npos;
+  const std::uint64_t* tree = nullptr;
 };
 
 /// One attend for one sequence. `keys`, `values` or `queries` may have no tokens. Outputs start as NaN.
@@ -106,6 +107,7 @@ Outcome attend_one(Cache& cache, std::size_t layer, turboquant::SequenceId id, c
   item.out = outcome.out.rows();
   if (options.with_lse && queries.tokens != 0) item.lse = outcome.lse.data();
   item.position = options.position;
+  item.tree = options.tree;
   item.key_begin = options.key_begin;
   item.key_end = options.key_end;
   outcome.status = turboquant::attend(cache, layer, std::span<const turboquant::BatchItem>(&item, 1), options.params);

@@ -427,7 +427,8 @@ TEST(LayoutCases, L16_OffsetsBeyond32Bits) {
 
 TEST(LayoutCases, L16_TheMillionthPositionIsFound) {
   CacheConfig config = coded_config(1, 32, 0, 0, 256);
-  KVCache<TQ2> cache(config);
+  // Plain levels, which are quick to write.
+  KVCache<turboquant::Format<PolarQuant<2>, PolarQuant<2>>> cache(config);
   const SequenceId id = new_sequence(cache);
   const std::vector<float> zero(32, 0.0F);
   constexpr std::size_t kTokens = std::size_t{1} << 20;

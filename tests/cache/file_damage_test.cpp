@@ -438,7 +438,7 @@ TEST(FileDamage, LayersThatContradictThemselvesAreRefusedByName) {
   // 24 tokens, 2 of them first ones: coded to 18, raw from 18 on.
   Small file(small_config());
   for (const Forgery& forgery : {Forgery{offset::layer_first, 3, "first"},
-                                 {offset::layer_first, 1, "first"},
+                                 {offset::layer_first, 1, "held_begin"},
                                  {offset::base, 1, "base"},
                                  {offset::base, 25, "base"},
                                  {offset::base, 4, "tail_begin"},

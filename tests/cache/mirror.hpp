@@ -57,6 +57,7 @@ class Mirror {
       : codes_(codes),
         shape_(config.layers[layer]),
         layer_(layer),
+        configured_first_(config.first_tokens),
         first_(config.first_tokens),
         base_(config.first_tokens),
         raw_begin_(config.first_tokens),
@@ -79,7 +80,7 @@ class Mirror {
     raw_keys_.truncate(length);
     raw_values_.truncate(length);
     if (length <= first_) {
-      base_ = raw_begin_ = first_;
+      first_ = base_ = raw_begin_ = configured_first_;
     } else if (length < base_ || coded(length) < raw_begin_) {
       base_ = raw_begin_ = std::min(length, raw_begin_);
     }
@@ -88,12 +89,38 @@ class Mirror {
   void seal() {
     if (length() > first_) base_ = raw_begin_ = length();
   }
-  /// Codes only: first_tokens <= begin < end <= coded(length()).
+  /// True if erasing from `begin` on, down to `left` tokens, is as if the erased tokens had never come.
+  bool is_traceless(std::size_t begin, std::size_t left) const {
+    const bool all_raw = coded(length()) == first_ && raw_begin_ == first_;
+    return (all_raw || begin >= raw_begin_) && (left <= first_ || coded(left) >= raw_begin_) &&
+           coded(left) <= std::max(begin, first_);
+  }
   void erase(std::size_t begin, std::size_t end) {
-    base_ = raw_begin_ = coded(length()) - (end - begin);
-    for (Tensor* rows :
-         {&raw_keys_, &raw_values_, &decoded_keys_, &decoded_values_, &centered_keys_, &centered_values_})
-      rows->erase(begin, end);
+    const std::size_t left = length() - (end - begin), codes = coded(length());
+    if (end == length()) return truncate(begin);
+    if (is_traceless(begin, left)) {
+      forget(std::min(coded(left), begin));
+      if (left <= first_) first_ = base_ = raw_begin_ = configured_first_;
+    } else {
+      // What is coded stays coded, and the next page begins behind it.
+      const std::size_t known = decoded_keys_.tokens;
+      for (Tensor* rows : {&decoded_keys_, &decoded_values_, &centered_keys_, &centered_values_})
+        if (begin < known) rows->erase(begin, std::min(end, known));
+      base_ = raw_begin_ = codes - (std::min(end, codes) - std::min(begin, codes));
+      first_ -= std::min(end, first_) - std::min(begin, first_);
+    }
+    raw_keys_.erase(begin, end);
+    raw_values_.erase(begin, end);
+  }
+  /// Keeps begin + tokens[i] of the tokens from `begin` on, all of them raw.
+  void keep(std::size_t begin, const std::vector<std::uint32_t>& tokens) {
+    for (std::size_t at = length(); at-- > begin;) {
+      if (std::binary_search(tokens.begin(), tokens.end(), at - begin)) continue;
+      raw_keys_.erase(at, at + 1);
+      raw_values_.erase(at, at + 1);
+    }
+    forget(std::min(coded(length()), begin));
+    if (length() <= first_) first_ = base_ = raw_begin_ = configured_first_;
   }
 
   /// Takes over the decoded rows that have become readable since the last call and checks that they are near the rows
@@ -203,6 +230,7 @@ class Mirror {
         }
   }
 
+  std::size_t first() const { return first_; }
   const Tensor& raw_keys() const { return raw_keys_; }
   const Tensor& raw_values() const { return raw_values_; }
   const Tensor& decoded_keys() const { return decoded_keys_; }
@@ -333,7 +361,7 @@ class Mirror {
 
   Codes codes_;
   turboquant::LayerShape shape_;
-  std::size_t layer_, first_, base_, raw_begin_, page_, recent_, rollback_;
+  std::size_t layer_, configured_first_, first_, base_, raw_begin_, page_, recent_, rollback_;
   Tensor raw_keys_, raw_values_, decoded_keys_, decoded_values_;
   Tensor centered_keys_, centered_values_;  // [tokens][heads][1]: norms after centring
 };

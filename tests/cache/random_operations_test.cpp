@@ -59,14 +59,14 @@ void look_back(Cache& cache, Known& known, Dice& dice) {
   Block keys, values;
   ASSERT_OK(read_rows(cache, known.id, 0, 0, known.mirror.length(), keys, values));
   const Tensor read = keys.exact(), &raw = known.mirror.raw_keys(), &decoded = known.mirror.decoded_keys();
-  const std::size_t coded = known.mirror.coded(known.mirror.length()), first_tokens = cache.config().first_tokens;
+  const std::size_t coded = known.mirror.coded(known.mirror.length()), first_tokens = known.mirror.first();
   for (std::size_t t = 0; t < known.mirror.length(); ++t)
     for (std::size_t i = 0; i < 32; ++i)
       ASSERT_EQ(read.row(t, 0)[i], (t >= first_tokens && t < coded ? decoded : raw).row(t, 0)[i]) << t;
 }
 
 TEST(RandomOperations, FollowThePlainModel) {
-  std::size_t deep = 0, shallow = 0, erased = 0;
+  std::size_t deep = 0, shallow = 0, erased = 0, traceless = 0, branches = 0;
   for (std::uint64_t seed = 0; seed < 30 && !HasFailure(); ++seed) {
     CountingSource memory;
     CacheConfig config;
@@ -120,13 +120,27 @@ TEST(RandomOperations, FollowThePlainModel) {
           known.mirror.learn(cache, known.id);
           break;
         }
-        case 4: {  // some of the codes
-          const std::size_t coded = known.mirror.coded(length), first = config.first_tokens;
-          if (coded <= first + 1 || coded == length) break;
-          const std::size_t begin = first + dice.roll(coded - first), end = begin + 1 + dice.roll(coded - begin);
+        case 4: {  // anything: codes, raw rows, first tokens
+          const std::size_t begin = dice.roll(length + 1), end = begin + dice.roll(length - begin + 1);
+          traceless += known.mirror.is_traceless(begin, length - (end - begin)) ? 1 : 0;
           ASSERT_OK(cache.erase(known.id, begin, end));
-          known.mirror.erase(begin, end);
+          if (begin < end) known.mirror.erase(begin, end);
+          known.mirror.learn(cache, known.id);
           ++erased;
+          break;
+        }
+        case 9: {  // some of the drafts at the end
+          const std::size_t most = std::min({config.recent_tokens, config.rollback_tokens, std::size_t{20}});
+          if (most == 0) break;
+          append(cache, known, dice, 1 + dice.roll(most));
+          const std::size_t begin = length;
+          std::vector<std::uint32_t> tokens;
+          for (std::uint32_t i = 0; begin + i < known.mirror.length(); ++i)
+            if (dice.roll(2) == 0) tokens.push_back(i);
+          ASSERT_OK(cache.keep(known.id, begin, tokens));
+          known.mirror.keep(begin, tokens);
+          known.mirror.learn(cache, known.id);
+          ++branches;
           break;
         }
         case 5: {
@@ -159,7 +173,10 @@ TEST(RandomOperations, FollowThePlainModel) {
   }
   EXPECT_GT(deep, 10U);
   EXPECT_GT(shallow, 50U);
-  EXPECT_GT(erased, 10U);
+  EXPECT_GT(erased, 50U);
+  EXPECT_GT(traceless, 10U);
+  EXPECT_LT(traceless + 10, erased);
+  EXPECT_GT(branches, 50U);
 }
 
 }  // namespace

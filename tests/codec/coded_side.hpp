@@ -31,18 +31,22 @@ struct CodedSide {
         scales(page, turboquant::bfloat16{0x7fc0}),
         zero_points(page, turboquant::bfloat16{0x7fc0}),
         memory(kBefore + page / 16 * (width / 16) * turboquant::layout::fragment_bytes(C::bits), fill) {
-    turboquant::CodedTarget target;
-    target.dim = dim;
-    target.page_tokens = page_tokens;
-    target.scales = scales.data();
-    target.zero_points = C::zero_points ? zero_points.data() : nullptr;
-    target.fragments = memory.data() + kBefore;
     std::vector<std::uint8_t> scratch(C::scratch_bytes(page_tokens, dim) + 64, fill);
     void* aligned = scratch.data();
     std::size_t space = scratch.size();
     aligned = std::align(64, C::scratch_bytes(page_tokens, dim), aligned, space);
-    C::template encode<Kernels>(side, rows.data(), rows.size() / dim, options, target,
-                                static_cast<std::uint8_t*>(aligned));
+    turboquant::encode_rows<C, Kernels>(side, rows.data(), rows.size() / dim, options, target(),
+                                        static_cast<std::uint8_t*>(aligned));
+  }
+
+  turboquant::CodedTarget target() {
+    turboquant::CodedTarget t;
+    t.dim = dim;
+    t.page_tokens = page_tokens;
+    t.scales = scales.data();
+    t.zero_points = C::zero_points ? zero_points.data() : nullptr;
+    t.fragments = memory.data() + kBefore;
+    return t;
   }
 
   turboquant::kernels::CodedPart part() const {

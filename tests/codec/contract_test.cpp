@@ -69,6 +69,34 @@ TYPED_TEST(CodecContract, BytesAreAFunctionOfTheRows) {
   }
 }
 
+// A decode loop spreads the work on a page over its steps; nothing of that may show.
+TYPED_TEST(CodecContract, PartsInAnyDivisionGiveTheSameBytes) {
+  constexpr std::size_t kDim = 96, kPage = 48;
+  for (const Side side : sides<TypeParam>()) {
+    for (const std::size_t count : {std::size_t{1}, std::size_t{17}, std::size_t{37}, kPage}) {
+      const auto rows = test::gaussian_rows(11, count, kDim);
+      const test::CodedSide<TypeParam> whole(side, rows, kDim, kPage);
+      for (const std::size_t step : {1u, 2u, 5u, 16u, 40u}) {
+        test::CodedSide<TypeParam> parts(side, test::gaussian_rows(12, count, kDim), kDim,
+                                         kPage);  // other bytes before
+        CodedTarget target = parts.target();
+        std::vector<std::uint8_t> scratch(TypeParam::scratch_bytes(kPage, kDim), 0x55);
+        const std::size_t all = TypeParam::parts(side, kPage);
+        for (std::size_t begin = 0; begin < all; begin += step) {
+          const std::size_t skipped = TypeParam::by_token(side) ? std::min(begin, count) * kDim : 0;
+          TypeParam::template encode_parts<test::Kernels>(side, rows.data() + skipped, count, begin,
+                                                          std::min(begin + step, all), {}, target, scratch.data());
+        }
+        EXPECT_EQ(whole.memory, parts.memory) << "count " << count << " step " << step;
+        for (std::size_t t = 0; t < kPage; ++t) {
+          ASSERT_EQ(whole.scales[t].bits, parts.scales[t].bits) << "token " << t << " step " << step;
+          ASSERT_EQ(whole.zero_points[t].bits, parts.zero_points[t].bits);
+        }
+      }
+    }
+  }
+}
+
 // Rows of a page do not influence each other, except through a trellis that runs along tokens.
 TYPED_TEST(CodecContract, ZeroRowsDecodeToZero) {
   for (const Side side : sides<TypeParam>()) {

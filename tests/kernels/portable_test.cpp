@@ -253,7 +253,7 @@ TEST(Portable, N26_LargestLevelsDoNotWrap) {
         for (std::size_t t = 0; t < 16; ++t)
           std::fill_n(matrix.begin() + static_cast<std::ptrdiff_t>(t * dim), ones, std::uint8_t{15});
         std::vector<std::uint8_t> fragments(dim / 16 * 128);
-        Kernels::pack<4>(layout::Side::key, matrix.data(), 16, 16, dim, fragments.data());
+        Kernels::pack<4>(layout::Side::key, matrix.data(), 0, 16, 16, dim, fragments.data());
         std::vector<bfloat16> scales(16, to_bfloat16(1));
         kernels::CodedPart part;
         part.dim = dim;

@@ -90,7 +90,7 @@ void expect_pack_and_decode(Side side, std::size_t count, std::size_t page_token
     for (std::size_t i = 0; i < matrix.size(); ++i)
       matrix[i] = static_cast<std::uint8_t>((i + i / dim + shift) % (1u << B));
     std::vector<std::uint8_t> fragments(bytes, 0xa5);
-    Kernels::pack<B>(side, matrix.data(), count, page_tokens, dim, fragments.data());
+    Kernels::pack<B>(side, matrix.data(), 0, count, page_tokens, dim, fragments.data());
     std::vector<bfloat16> scales(page_tokens, to_bfloat16(1.0f));
     kernels::CodedPart part;
     part.dim = dim;

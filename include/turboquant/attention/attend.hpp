@@ -114,7 +114,7 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
   job.view.layer = &layer;
   job.view.state = &state;
   job.view.rule = &core.rule();
-  job.view.first_tokens = core.config().first_tokens;
+  job.view.first_tokens = state.first;
   job.view.before = job.view.after = state.length;
   job.view.coded_end = state.coded_end();
   job.view.tail_begin = state.tail_begin;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include <turboquant/cache/sequence.hpp>
@@ -30,7 +31,11 @@ struct BatchItem {
   Rows out{};           ///< [tokens][heads][value_dim]
   float* lse =
       nullptr;  ///< [tokens][heads] log-sum-exp; with it the result is a partial and sinks are left to the merge
-  std::size_t position = npos;                ///< of query 0; npos: length after the append - queries.tokens
+  std::size_t position = npos;  ///< of query 0; npos: length after the append - queries.tokens
+  const std::uint64_t* tree =
+      nullptr;  ///< [tokens]: the last queries.tokens tokens are a tree of drafts, parents before
+                ///< children; bit j of word i: query i sees token j of it (itself and all its
+                ///< ancestors). Query i stands behind its ancestors: position is ignored
   std::size_t key_begin = 0, key_end = npos;  ///< attend to a part: split contexts, chunked attention, shifted spans
 };
 

@@ -28,8 +28,14 @@ struct PlannedItem {
   BatchItem item;
   Sequence* sequence;
   LayerState* state;
-  std::size_t before, after;                           // lengths
-  std::size_t coded_end, tail_begin;                   // after the commit
+  std::size_t before, after;          // lengths
+  std::size_t coded_end, tail_begin;  // after the commit
+  // Pages from the old coded_end on, in the plan's list from first_page on: those coded ahead before, then new ones.
+  // The first `due` become readable now and must be complete before anyone reads; of the others the last one may stay
+  // in work.
+  std::size_t first_page, listed, due;
+  std::size_t open;                                    // first page in the list with work left
+  std::size_t work_before, work_after;                 // on page `open` before, on the last page after
   std::size_t blocks, pages, first_tiles, tail_tiles;  // index of the first planned block; counts
   std::size_t kept_first, kept_tail;                   // old tiles that stay as they are (after dropped_tail)
   std::size_t dropped_tail;                            // old tail tiles freed at the commit
@@ -41,7 +47,7 @@ struct PlannedItem {
   std::size_t queries_per_block;
   std::size_t partials;  // byte offset in the workspace
   // Index of the first task of this item in each kind of work.
-  std::size_t encode_task, store_task, attend_task, merge_task;
+  std::size_t encode_task, ahead_task, store_task, attend_task, merge_task;
 
   bool reads;  // counted among the sequence's readers
 
@@ -56,9 +62,9 @@ struct PlanState {
   float scale = 1;
   Array<PlannedItem> items;
   Array<PlannedBlock> blocks;
-  Array<Block*> page_blocks;  // the pages of all items again, as the view wants them
-  bool armed = false;         // sequences are marked, appends are pending
-  std::size_t encode_tasks = 0, store_tasks = 0, attend_tasks = 0, merge_tasks = 0, commit_tasks = 0;
+  Array<Block*> pages;  // of all items: those coded ahead before, then new ones
+  bool armed = false;   // sequences are marked, appends are pending
+  std::size_t encode_tasks = 0, ahead_tasks = 0, store_tasks = 0, attend_tasks = 0, merge_tasks = 0, commit_tasks = 0;
   std::size_t split_entries = 1, rows_per_block = 1, tree_levels = 1, slot_bytes = 0, slot_count = 0,
               workspace_bytes = 0;
   mutable Slots slots;
@@ -84,8 +90,8 @@ struct PlanState {
     }
     items.clear();
     blocks.clear();
-    page_blocks.clear();
-    encode_tasks = store_tasks = attend_tasks = merge_tasks = commit_tasks = 0;
+    pages.clear();
+    encode_tasks = ahead_tasks = store_tasks = attend_tasks = merge_tasks = commit_tasks = 0;
     slot_count = workspace_bytes = 0;
   }
 
@@ -150,8 +156,8 @@ class AttentionPlan {
   using State = detail::PlanState;
   using PlannedItem = detail::PlannedItem;
 
-  // encode: finished pages. attend: attention, and the tail's new rows beside it (nobody reads them yet). merge: of
-  // split contexts. commit: one task, which also ends the plan.
+  // encode: pages that become readable. attend: attention, and beside it what nobody reads yet: the tail's new rows and
+  // pages coded ahead. merge: of split contexts. commit: one task, which also ends the plan.
   enum class Phase { encode, attend, merge, commit };
   static constexpr Phase kPhases[] = {Phase::encode, Phase::attend, Phase::merge, Phase::commit};
 
@@ -161,7 +167,7 @@ class AttentionPlan {
       case Phase::encode:
         return state_->encode_tasks;
       case Phase::attend:
-        return state_->attend_tasks + state_->store_tasks;
+        return state_->attend_tasks + state_->store_tasks + state_->ahead_tasks;
       case Phase::merge:
         return state_->merge_tasks;
       case Phase::commit:
@@ -197,19 +203,15 @@ class AttentionPlan {
     view.layer = state.layer;
     view.state = source->state;
     view.rule = &state.core->rule();
-    view.first_tokens = state.core->config().first_tokens;
+    view.first_tokens = source->state->first;
     view.before = source->before;
     view.after = source->after;
     view.coded_end = source->coded_end;
     view.tail_begin = source->tail_begin;
     view.keys = source->item.keys;
     view.values = source->item.values;
-    view.new_pages = state.page_blocks.data() + (source->appends() ? page_index(state, *source) : 0);
+    view.new_pages = state.pages.data() + source->first_page;
     return view;
-  }
-
-  static std::size_t page_index(const State& state, const PlannedItem& planned) noexcept {
-    return planned.encode_task / (2 * state.layer->shape.kv_heads);
   }
 
   static detail::AttentionJob job_of(const State& state, const PlannedItem& planned) noexcept {
@@ -217,32 +219,69 @@ class AttentionPlan {
     job.item = &planned.item;
     job.params = &state.params;
     job.view = view_of(state, planned);
+    if (planned.item.tree != nullptr) job.view.tree_begin = job.view.after - planned.item.queries.tokens;
     job.position = planned.position;
     job.group = planned.group;
     job.scale = state.scale;
     return job;
   }
 
-  // Task: one side of one head of one page.
+  // Task: one unit, one side of one head, of one page that is due.
   void run_encode(std::size_t task, std::byte* workspace) const noexcept {
-    const State& state = *state_;
     const PlannedItem& planned = item_of(task, &PlannedItem::encode_task);
+    const std::size_t index = task - planned.encode_task, units = state_->layer->units();
+    encode_unit(planned, planned.open + index / units, index % units, workspace);
+  }
+
+  // The same for pages coded ahead. Of the last page only units with work to do now are tasks.
+  void run_ahead(std::size_t task, std::byte* workspace) const noexcept {
+    const PlannedItem& planned = item_of(task, &PlannedItem::ahead_task);
+    const std::size_t units = state_->layer->units(), first = (std::max)(planned.open, planned.due);
+    const std::size_t index = task - planned.ahead_task, whole = (planned.listed - 1 - first) * units;
+    if (index < whole) {
+      encode_unit(planned, first + index / units, index % units, workspace);
+    } else {
+      encode_unit(planned, planned.listed - 1, first_unit(*state_->layer, planned) + (index - whole), workspace);
+    }
+  }
+
+  // Units of the last page, if that is coded ahead, from the first one with work left; and how many there are.
+  static std::size_t first_unit(const detail::Layer& layer, const PlannedItem& planned) noexcept {
+    return planned.open == planned.listed - 1 ? layer.unit_at(planned.work_before) : 0;
+  }
+  static std::size_t ahead_tasks(const detail::Layer& layer, const PlannedItem& planned) noexcept {
+    const std::size_t first = (std::max)(planned.open, planned.due);
+    if (first >= planned.listed) return 0;
+    const std::size_t before = planned.open == planned.listed - 1 ? planned.work_before : 0;
+    const std::size_t last =
+        planned.work_after > before ? layer.unit_at(planned.work_after - 1) + 1 - first_unit(layer, planned) : 0;
+    return (planned.listed - 1 - first) * layer.units() + last;
+  }
+
+  void encode_unit(const PlannedItem& planned, std::size_t page, std::size_t unit,
+                   std::byte* workspace) const noexcept {
+    const State& state = *state_;
     const detail::Layer& layer = *state.layer;
-    const std::size_t index = task - planned.encode_task, heads = layer.shape.kv_heads;
-    const std::size_t page = index / (2 * heads), head = index / 2 % heads;
-    const Side side = index % 2 == 0 ? Side::key : Side::value;
     const detail::SequenceView view = view_of(state, planned);
-    const std::size_t begin = planned.state->coded_end() + page * layer.page_shape.tokens;
+    const std::size_t from = page == planned.open ? planned.work_before : 0;
+    const std::size_t until = page + 1 == planned.listed ? planned.work_after : layer.page_work();
+    const std::size_t first = planned.state->coded_end() + page * layer.page_shape.tokens;
     const std::size_t slot = state.slots.claim();
-    layer.encode(state.blocks[planned.blocks + page].block, side, head, layer.page_shape.tokens,
-                 workspace + slot * state.slot_bytes,
-                 [&](std::size_t t, bfloat16* out) { view.raw_row(side, head, begin + t, out); });
+    layer.encode(
+        state.pages[planned.first_page + page], unit, layer.page_shape.tokens, layer.parts_begun(unit, from),
+        layer.parts_begun(unit, until), workspace + slot * state.slot_bytes,
+        [&](std::size_t t, bfloat16* out) { view.raw_row(detail::Layer::side_of(unit), unit / 2, first + t, out); });
     state.slots.release(slot);
   }
 
-  // Task: one new tile of the tail or of the first tokens; or attention of one KV head and one part or query block.
+  // Task: attention of one KV head and one part or query block; or one new tile of the tail or of the first tokens; or
+  // one unit coded ahead.
   void run_attend(std::size_t task, std::byte* workspace) const noexcept {
     const State& state = *state_;
+    if (task >= state.attend_tasks + state.store_tasks) {
+      run_ahead(task - state.attend_tasks - state.store_tasks, workspace);
+      return;
+    }
     if (task >= state.attend_tasks) {
       store_tile(task - state.attend_tasks);
       return;
@@ -318,9 +357,9 @@ class AttentionPlan {
     const State& state = *state_;
     const PlannedItem& planned = item_of(task, &PlannedItem::store_task);
     const detail::Layer& layer = *state.layer;
-    const std::size_t first_tokens = state.core->config().first_tokens;
+    const std::size_t first_tokens = planned.state->first;
     std::size_t index = task - planned.store_task;
-    const std::size_t first_written = written_tiles(planned, true, first_tokens);
+    const std::size_t first_written = written_tiles(planned, true);
     const bool first = index < first_written;
     if (!first) index -= first_written;
     // Tiles are counted from the first one that gets a row.
@@ -346,9 +385,9 @@ class AttentionPlan {
   }
 
   // Tiles that get at least one new row.
-  static std::size_t written_tiles(const PlannedItem& planned, bool first, std::size_t first_tokens) noexcept {
+  static std::size_t written_tiles(const PlannedItem& planned, bool first) noexcept {
     const std::size_t origin = first ? 0 : planned.tail_begin;
-    const std::size_t limit = first ? (std::min)(planned.after, first_tokens) : planned.after;
+    const std::size_t limit = first ? (std::min)(planned.after, planned.state->first) : planned.after;
     const std::size_t low = (std::max)(planned.before, origin);
     if (low >= limit) return 0;
     return (limit - origin + 15) / 16 - (low - origin) / 16;
@@ -360,12 +399,18 @@ class AttentionPlan {
     for (PlannedItem& planned : state.items) {
       if (!planned.appends()) continue;
       detail::LayerState& layer_state = *planned.state;
-      const detail::PlannedBlock* next = state.blocks.data() + planned.blocks;
-      const std::size_t page_tokens = state.core->rule().page_tokens;
-      for (std::size_t i = 0; i < planned.pages; ++i) {
-        const detail::Entry entry{next++->block, layer_state.coded_end(), 0, static_cast<std::uint32_t>(page_tokens)};
-        (void)layer_state.entries.push_back(entry);
+      const detail::PlannedBlock* next = state.blocks.data() + planned.blocks + planned.pages;
+      const auto page_tokens = static_cast<std::uint32_t>(state.core->rule().page_tokens);
+      layer_state.coding.clear();
+      for (std::size_t i = 0; i < planned.listed; ++i) {
+        detail::Block* page = state.pages[planned.first_page + i];
+        if (i < planned.due) {
+          (void)layer_state.entries.push_back({page, layer_state.coded_end(), 0, page_tokens});
+        } else {
+          (void)layer_state.coding.push_back(page);
+        }
       }
+      layer_state.coding_work = planned.work_after;
       install(planned, layer_state.first_tiles, 0, planned.kept_first, next, planned.first_tiles);
       install(planned, layer_state.tail, planned.dropped_tail, planned.kept_tail, next + planned.first_tiles,
               planned.tail_tiles);

@@ -42,6 +42,7 @@ struct PlanAccess {
   using State = detail::PlanState;
   using Item = detail::PlannedItem;
   using Core = detail::CacheCore;
+  using CodingRule = detail::CodingRule;
 
   static constexpr std::size_t kSplitTokens = 1024;  // tokens per split of a long context
   static constexpr std::size_t kMostParts = 32;      // parts of a long context that run on their own
@@ -124,6 +125,9 @@ struct PlanAccess {
       planned.group = queries.heads / shape.kv_heads;
       planned.heads = queries.heads;
     }
+    if (item.tree != nullptr) {
+      if (const Status status = check_tree(state, item); status.code != Status::ok) return status;
+    }
     planned.sequence = sequence;
     planned.state = &sequence->layers[layer_index];
     planned.before = planned.state->length;
@@ -136,6 +140,27 @@ struct PlanAccess {
     if (planned.appends()) {
       sequence->pending = &state;
       sequence->pending_item = index;
+    }
+    return {};
+  }
+
+  // All of a tree must stay raw, and its branches must be accepted exactly. A query sees what its parent sees, and
+  // itself.
+  static Status check_tree(const State& state, const BatchItem& item) noexcept {
+    const std::size_t count = item.queries.tokens;
+    const CodingRule& rule = state.core->rule();
+    const std::size_t most = (std::min)({std::size_t{64}, rule.recent_tokens, rule.rollback_tokens});
+    if (count > most) return Core::bad_shape("tree", most, count);
+    if (item.keys.tokens != 0 && item.keys.tokens != count) return Core::bad_shape("tree", item.keys.tokens, count);
+    if (!state.params.causal) return {Status::bad_shape, "params.causal"};
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint64_t self = std::uint64_t{1} << i, ancestors = item.tree[i] ^ self;
+      const bool ordered = ancestors < self;  // also: sees itself
+      const std::uint64_t parents =
+          !ordered || ancestors == 0 ? 0 : item.tree[static_cast<std::size_t>(std::bit_width(ancestors)) - 1];
+      if (!ordered || parents != ancestors) {
+        return {Status::bad_shape, "tree", Core::as_signed(i), static_cast<std::int64_t>(item.tree[i])};
+      }
     }
     return {};
   }
@@ -179,7 +204,9 @@ struct PlanAccess {
       planned.coded_end = planned.state->coded_end();
       planned.tail_begin = planned.state->tail_begin;
       planned.blocks = state.blocks.size();
+      planned.first_page = state.pages.size();
       planned.encode_task = state.encode_tasks;
+      planned.ahead_task = state.ahead_tasks;
       planned.store_task = state.store_tasks;
       if (planned.appends()) {
         if (const Status status = schedule_append(state, planned); status.code != Status::ok) return status;
@@ -196,6 +223,10 @@ struct PlanAccess {
       planned.position = planned.item.position == npos
                              ? static_cast<std::ptrdiff_t>(view.after) - static_cast<std::ptrdiff_t>(queries)
                              : static_cast<std::ptrdiff_t>(planned.item.position);
+      if (planned.item.tree != nullptr) {
+        if (queries > view.after) return Core::bad_shape("tree", view.after, queries);
+        planned.position = static_cast<std::ptrdiff_t>(view.after - queries);
+      }
       if (planned.item.position == npos && state.params.causal && view.after != 0 && queries > view.after) {
         return Core::bad_shape("queries.tokens", view.after, queries);  // the first ones would stand before position 0
       }
@@ -238,8 +269,10 @@ struct PlanAccess {
     state.tree_levels = levels;
     if (state.attend_tasks > 0) (void)detail::RowBlock::carve(layer, state.rows_per_block, levels, measure);
     state.slot_bytes = layout::round_up(
-        (std::max)(measure.used(), state.encode_tasks > 0 ? layer.encode_scratch_bytes() : 0), detail::kCacheLine);
-    state.slot_count = (std::min)((std::max)(state.attend_tasks, state.encode_tasks), detail::Slots::kMost);
+        (std::max)(measure.used(), state.encode_tasks + state.ahead_tasks > 0 ? layer.encode_scratch_bytes() : 0),
+        detail::kCacheLine);
+    state.slot_count =
+        (std::min)((std::max)(state.attend_tasks + state.ahead_tasks, state.encode_tasks), detail::Slots::kMost);
     state.slots.reset(state.slot_count);
     for (Item& planned : state.items) planned.partials += state.slot_bytes * state.slot_count;
     state.workspace_bytes = state.slot_bytes * state.slot_count + partial_bytes;
@@ -251,7 +284,7 @@ struct PlanAccess {
     const detail::Layer& layer = *state.layer;
     const detail::CodingRule& rule = state.core->rule();
     detail::LayerState& old = *planned.state;
-    const std::size_t first_tokens = state.core->config().first_tokens;
+    const std::size_t first_tokens = old.first;
     const auto tiles = [](std::size_t tokens) { return (tokens + 15) / 16; };
     const auto keep = [](const Array<detail::Block*>& blocks, std::size_t begin, std::size_t rows) {
       // Whole tiles stay; a partial one only if nobody else has it.
@@ -259,7 +292,24 @@ struct PlanAccess {
       return rows % 16 != 0 && blocks[begin + whole]->is_exclusive() ? whole + 1 : whole;
     };
     planned.coded_end = (std::max)(rule.coded(old.base, planned.after), planned.coded_end);
-    planned.pages = (planned.coded_end - old.coded_end()) / rule.page_tokens;
+    const std::size_t ahead = old.coding.size(), numbered = state.core->pages_before_coding(old);
+    planned.due = (planned.coded_end - old.coded_end()) / rule.page_tokens;
+    const std::size_t begun = detail::saturating_subtract(rule.pages_begun(old.base, planned.after), numbered);
+    planned.listed = (std::max)({planned.due, begun, ahead});
+    planned.pages = planned.listed - ahead;
+    planned.open = ahead > 0 ? ahead - 1 : 0;
+    planned.work_before = ahead > 0 ? old.coding_work : 0;
+    const std::size_t work = layer.page_work();
+    if (ahead > 0 && planned.work_before == work) ++planned.open, planned.work_before = 0;
+    planned.work_after = work;
+    if (planned.listed > planned.due) {
+      const std::size_t last_end = old.coded_end() + planned.listed * rule.page_tokens;
+      planned.work_after = rule.work_due(last_end, planned.after, work);
+      if (planned.open == planned.listed) planned.work_after = work;  // it was complete before
+      if (planned.open + 1 == planned.listed) {
+        planned.work_after = (std::max)(planned.work_after, planned.work_before);
+      }
+    }
     planned.tail_begin = (std::max)(rule.raw_begin(old.base, planned.after), old.tail_begin);
     planned.kept_first = planned.before >= first_tokens
                              ? old.first_tiles.size()  // complete: shared or not, nobody writes
@@ -272,8 +322,9 @@ struct PlanAccess {
 
     const std::size_t count = planned.pages + planned.first_tiles + planned.tail_tiles;
     // The arrays grow geometrically: one token at a time must not copy a long table at every page.
-    if (!grow(old.entries, planned.pages) || !grow(old.first_tiles, planned.first_tiles) ||
-        !grow(old.tail, planned.tail_tiles) || !grow(state.blocks, count) || !grow(state.page_blocks, planned.pages)) {
+    if (!grow(old.entries, planned.due) || !grow(old.coding, planned.listed - old.coding.size()) ||
+        !grow(old.first_tiles, planned.first_tiles) || !grow(old.tail, planned.tail_tiles) ||
+        !grow(state.blocks, count) || !grow(state.pages, planned.listed)) {
       planned.pages = planned.first_tiles = planned.tail_tiles = 0;  // nothing to give back
       return {Status::out_of_memory, "tables"};
     }
@@ -291,14 +342,15 @@ struct PlanAccess {
         acquire(layer.page_class, planned.pages) && acquire(layer.tile_class, planned.first_tiles + planned.tail_tiles);
     while (state.blocks.size() < planned.blocks + count) (void)state.blocks.push_back({nullptr, 0, false});
     if (!enough) return {Status::out_of_memory, "pages"};
+    for (detail::Block* page : old.coding) (void)state.pages.push_back(page);
     for (std::size_t i = 0; i < planned.pages; ++i) {
       detail::Block* page = state.blocks[planned.blocks + i].block;
       layer.clear_padding(page);
-      (void)state.page_blocks.push_back(page);
+      (void)state.pages.push_back(page);
     }
-    state.encode_tasks += planned.pages * 2 * layer.shape.kv_heads;
-    state.store_tasks += AttentionPlan::written_tiles(planned, true, first_tokens) +
-                         AttentionPlan::written_tiles(planned, false, first_tokens);
+    state.encode_tasks += detail::saturating_subtract(planned.due, planned.open) * layer.units();
+    state.ahead_tasks += AttentionPlan::ahead_tasks(layer, planned);
+    state.store_tasks += AttentionPlan::written_tiles(planned, true) + AttentionPlan::written_tiles(planned, false);
     return {};
   }
 

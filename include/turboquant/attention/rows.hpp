@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -104,6 +105,7 @@ struct FoldTree {
 // depend on how rows are grouped into blocks.
 struct RowBlock {
   std::size_t rows = 0;
+  std::size_t query_begin = 0;  // token of row 0
   QueryBlock query;
   float* factor;     // [rows]: unit * scale
   RowRange* ranges;  // [rows]
@@ -189,16 +191,22 @@ struct AttentionJob {
     return r;
   }
 
+  std::ptrdiff_t position_of(std::size_t query) const {
+    if (item->tree == nullptr) return position + static_cast<std::ptrdiff_t>(query);
+    return static_cast<std::ptrdiff_t>(view.tree_begin) + std::popcount(item->tree[query]) - 1;
+  }
+
   // Rows of the queries [begin, end), all heads of the group of `kv_head`; the block has room for them.
   void prepare(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end) const {
     b.rows = b.query.rows = (end - begin) * group;
+    b.query_begin = begin;
     for (std::size_t r = 0; r < b.rows; ++r) {
       const std::size_t token = begin + r / group, head = kv_head * group + r % group;
       load_row(item->queries, token, head, b.row);
       operations().prepare_query(view.layer->key_rotation, b.row, b.query, r);
       b.factor[r] = (std::min)(b.query.unit[r] * scale, (std::numeric_limits<float>::max)());
       if (b.factor[r] < 0) b.factor[r] = (std::max)(b.factor[r], (std::numeric_limits<float>::lowest)());
-      b.positions[r] = position + static_cast<std::ptrdiff_t>(token);
+      b.positions[r] = position_of(token);
       b.ranges[r] = range(b.positions[r]);
       b.slopes[r] = params->alibi_slopes.empty() ? 0.0f : params->alibi_slopes[head];
     }
@@ -266,8 +274,15 @@ struct AttentionJob {
   // to := the attention over the raw rows, not rotated: first tokens, then the newest.
   void attend_raw(RowBlock& b, std::size_t kv_head, const Partial& to) const {
     clear(to, b.rows, view.layer->shape.value_dim);
-    attend_raw_range(b, kv_head, 0, &RowRange::first_low, &RowRange::first_high, to);
-    attend_raw_range(b, kv_head, view.state->base, &RowRange::tail_low, &RowRange::tail_high, to);
+    if (item->tree == nullptr) {
+      attend_raw_rows(b, kv_head, 0, b.rows, to);
+      return;
+    }
+    AttentionJob one = *this;  // every query of a tree has newest rows of its own
+    for (std::size_t r = 0; r < b.rows; r += group) {
+      one.view.path = item->tree[b.query_begin + r / group];
+      one.attend_raw_rows(b, kv_head, r, r + group, to);
+    }
   }
 
   // The attention over the splits [begin, end) of `split_entries` entries each, numbered from `origin` in the tree.
@@ -321,26 +336,32 @@ struct AttentionJob {
   }
 
  private:
-  // Softmax steps of kRawChunk positions counted from `origin`: a row's steps depend on its own range only.
-  void attend_raw_range(RowBlock& b, std::size_t kv_head, std::size_t origin, std::size_t RowRange::*range_low,
-                        std::size_t RowRange::*range_high, const Partial& to) const {
+  void attend_raw_rows(RowBlock& b, std::size_t kv_head, std::size_t first, std::size_t last, const Partial& to) const {
+    attend_raw_range(b, kv_head, first, last, 0, &RowRange::first_low, &RowRange::first_high, to);
+    attend_raw_range(b, kv_head, first, last, view.state->base, &RowRange::tail_low, &RowRange::tail_high, to);
+  }
+
+  // The rows [first, last) of the block: softmax steps of kRawChunk positions counted from `origin`, so that a row's
+  // steps depend on its own range only.
+  void attend_raw_range(RowBlock& b, std::size_t kv_head, std::size_t first, std::size_t last, std::size_t origin,
+                        std::size_t RowRange::*range_low, std::size_t RowRange::*range_high, const Partial& to) const {
     const Layer& layer = *view.layer;
     const std::size_t dim = layer.shape.value_dim;
     std::size_t low = npos, high = 0;
-    for (std::size_t r = 0; r < b.rows; ++r) {
+    for (std::size_t r = first; r < last; ++r) {
       if (b.ranges[r].*range_low >= b.ranges[r].*range_high) continue;
       low = (std::min)(low, b.ranges[r].*range_low);
       high = (std::max)(high, b.ranges[r].*range_high);
     }
     if (low >= high) return;
     for (std::size_t chunk = low - (low - origin) % RowBlock::kRawChunk; chunk < high; chunk += RowBlock::kRawChunk) {
-      std::size_t from = npos, until = 0, row_begin = b.rows, row_end = 0;
+      std::size_t from = npos, until = 0, row_begin = last, row_end = first;
       const auto visible = [&](std::size_t r, std::size_t& begin, std::size_t& end) {
         begin = (std::max)(b.ranges[r].*range_low, chunk);
         end = (std::min)(b.ranges[r].*range_high, chunk + RowBlock::kRawChunk);
         return begin < end;
       };
-      for (std::size_t r = 0; r < b.rows; ++r) {
+      for (std::size_t r = first; r < last; ++r) {
         std::size_t begin = 0, end = 0;
         if (!visible(r, begin, end)) continue;
         from = (std::min)(from, begin), until = (std::max)(until, end);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,6 +21,10 @@ struct SequenceView {
   std::size_t coded_end = 0;          // codes after the append: [held_begin, coded_end)
   std::size_t tail_begin = 0;         // raw rows after the append: [tail_begin, after)
   ConstRows keys{}, values{};         // rows of the positions [before, after)
+  // The last tokens, from tree_begin on, are a tree; `path` tells which of them stand at the positions tree_begin,
+  // tree_begin + 1, ... of one query: bit j is token tree_begin + j.
+  std::size_t tree_begin = npos;
+  std::uint64_t path = 0;
   Block* const* new_pages = nullptr;  // pages coded in this call, from state->coded_end() on
 
   // Entries are numbered for ever: freed ones count.
@@ -44,6 +49,7 @@ struct SequenceView {
 
   // Copies one raw row, rounded to bf16. Requires position < first_tokens or position >= tail_begin.
   void raw_row(Side side, std::size_t head, std::size_t position, bfloat16* out) const {
+    if (position >= tree_begin) position = tree_begin + on_path(position - tree_begin);
     if (position >= before) {
       load_row(side == Side::key ? keys : values, position - before, head, out);
     } else {
@@ -54,12 +60,19 @@ struct SequenceView {
   // Rows [begin, begin + count) of one head, contiguous: in place if they lie in one tile, else copied to `staging`
   // ([16][dim]). Requires count <= 16 and begin on the tile grid or beyond its start in the same tile.
   const bfloat16* raw_rows(Side side, std::size_t head, std::size_t begin, std::size_t count, bfloat16* staging) const {
-    if (begin + count <= before && tile_of(begin) == tile_of(begin + count - 1)) return held_row(side, head, begin);
+    if (begin + count <= (std::min)(before, tree_begin) && tile_of(begin) == tile_of(begin + count - 1))
+      return held_row(side, head, begin);
     for (std::size_t t = 0; t < count; ++t) raw_row(side, head, begin + t, staging + t * layer->dim(side));
     return staging;
   }
 
  private:
+  // The number of the path's token at depth `depth`. Requires that the path is so long.
+  std::size_t on_path(std::size_t depth) const {
+    std::uint64_t rest = path;
+    while (depth-- > 0) rest &= rest - 1;
+    return static_cast<std::size_t>(std::countr_zero(rest));
+  }
   std::size_t tile_of(std::size_t position) const {
     return position < first_tokens ? position / 16 : npos / 2 + (position - state->tail_begin) / 16;
   }

@@ -11,15 +11,15 @@
 #include <turboquant/cache/config.hpp>
 #include <turboquant/cache/layer.hpp>
 #include <turboquant/cache/sequence.hpp>
-#include <turboquant/cache/sequence_store.hpp>
+#include <turboquant/cache/sequence_edits.hpp>
 #include <turboquant/core/rows.hpp>
 #include <turboquant/core/status.hpp>
 
 namespace turboquant::detail {
 
-class CacheCore : public SequenceStore {
+class CacheCore : public SequenceEdits {
  public:
-  using SequenceStore::SequenceStore;
+  using SequenceEdits::SequenceEdits;
 
   Status create_sequence(SequenceId& created) noexcept {
     Sequence* sequence = make_sequence();
@@ -31,19 +31,24 @@ class CacheCore : public SequenceStore {
     Sequence* source = nullptr;
     if (const Status status = mutable_sequence(source_id, source); status.code != Status::ok) return status;
     if (const Status status = check_shorten(*source, length); status.code != Status::ok) return status;
+    // Children share finished pages, so nobody may still be writing them.
+    if (const Status status = finish_pages(*source); status.code != Status::ok) return status;
     Sequence* child = make_sequence();
     if (child == nullptr) return {Status::out_of_memory, "sequence"};
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       const LayerState& from = source->layers[l];
       LayerState& to = child->layers[l];
-      if (!copy(from.entries, to.entries) || !copy(from.first_tiles, to.first_tiles) || !copy(from.tail, to.tail)) {
+      if (!copy(from.entries, to.entries) || !copy(from.first_tiles, to.first_tiles) || !copy(from.tail, to.tail) ||
+          !copy(from.coding, to.coding)) {
         // Nothing is shared yet: forget the pointers before they are released.
         for (std::size_t k = 0; k <= l; ++k) forget_blocks(child->layers[k]);
         destroy(child);
         return {Status::out_of_memory, "sequence"};
       }
       to.length = from.length;
+      to.first = from.first;
       to.base = from.base;
+      to.coding_work = from.coding_work;
       to.tail_begin = from.tail_begin;
       to.held_begin = from.held_begin;
       to.dropped_entries = from.dropped_entries;
@@ -63,8 +68,7 @@ class CacheCore : public SequenceStore {
     return {};
   }
 
-  // Removes the positions [begin, end); later tokens move down. Codes only: the range must lie between first_tokens and
-  // the last coded token, or reach the end of the sequence.
+  // Removes the positions [begin, end); later tokens move down.
   Status erase(SequenceId id, std::size_t begin, std::size_t end) noexcept {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
@@ -74,16 +78,62 @@ class CacheCore : public SequenceStore {
     if (begin == end) return {};
     if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
     if (end == length) return truncate(id, begin);
-    if (begin < config_.first_tokens) return bad_shape("begin", config_.first_tokens, begin);
+    const std::size_t left = length - (end - begin);
+    Array<Block*> fresh;
+    std::size_t needed = 0;
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
-      if (end > state.coded_end()) return bad_shape("end", state.coded_end(), end);
-      if (begin < state.held_begin)
-        return {Status::behind_window, "begin", as_signed(state.held_begin), as_signed(begin)};
+      if (const Status status = check_erase(layers_[l], state, begin, end); status.code != Status::ok) return status;
       if (!state.entries.reserve(state.entries.size() + 1)) return {Status::out_of_memory, "entries"};
+      needed += shared_tiles(state, begin);
     }
-    for (std::size_t l = 0; l < layers_.size(); ++l) erase_codes(sequence->layers[l], begin, end);
+    if (!acquire_tiles(*sequence, begin, needed, fresh)) return {Status::out_of_memory, "tiles"};
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      if (!is_traceless(state, begin, left)) {
+        erase_codes_and_rows(*sequence, l, begin, end, fresh);
+        continue;
+      }
+      own_tiles(layers_[l], state, begin, npos, fresh);
+      for (std::size_t from = end; from < length; ++from) move_row(layers_[l], state, from, begin + (from - end));
+      shorten(*sequence, l, left, begin);
+    }
+    while (!fresh.empty()) release_last(fresh);
     account(*sequence);
+    return {};
+  }
+
+  // Of the tokens from `begin` on keeps begin + tokens[i], i ascending.
+  Status keep(SequenceId id, std::size_t begin, std::span<const std::uint32_t> tokens) noexcept {
+    Sequence* sequence = nullptr;
+    if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
+    const std::size_t length = shortest(*sequence);
+    if (begin > length) return bad_shape("begin", length, begin);
+    std::size_t next = 0;
+    for (const std::uint32_t token : tokens) {
+      if (token < next) return bad_shape("tokens", next, token);  // not ascending
+      if (token >= length - begin) return bad_shape("tokens", length - begin, token);
+      next = std::size_t{token} + 1;
+    }
+    if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
+    const std::size_t left = begin + tokens.size();
+    if (left == length) return {};
+    if (const Status status = check_shorten(*sequence, left); status.code != Status::ok) return status;
+    Array<Block*> fresh;
+    std::size_t needed = 0;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const LayerState& state = sequence->layers[l];
+      if (!is_traceless(state, begin, left)) return bad_shape("begin", state.coded_end(), begin);
+      needed += shared_tiles(state, begin);
+    }
+    if (!acquire_tiles(*sequence, begin, needed, fresh)) return {Status::out_of_memory, "tiles"};
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence->layers[l];
+      own_tiles(layers_[l], state, begin, npos, fresh);
+      for (std::size_t i = 0; i < tokens.size(); ++i) move_row(layers_[l], state, begin + tokens[i], begin + i);
+      shorten(*sequence, l, left, begin);
+    }
+    while (!fresh.empty()) release_last(fresh);
     return {};
   }
 
@@ -98,17 +148,18 @@ class CacheCore : public SequenceStore {
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
       const std::size_t length = state.length + tokens;
-      const std::size_t pages =
-          (rule_.coded(state.base, length) - rule_.coded(state.base, state.length)) / rule_.page_tokens;
+      const std::size_t held = pages_before_coding(state) + state.coding.size();
+      const std::size_t pages = saturating_subtract(rule_.pages_begun(state.base, length), held);
       // Tiles: one for every 16 tokens that are ever in the tail at once, and two partial ones that may have to be
       // copied. Those that the tail leaves behind come back to the reserve (recycle).
       const std::size_t widest = (std::min)(tokens, rule_.recent_tokens + rule_.page_tokens + rule_.rollback_tokens);
       const std::size_t tiles =
           layout::round_up(widest, 16) / 16 + 1 + 2 +
-          (state.length < config_.first_tokens ? (std::min)(tokens, config_.first_tokens - state.length) / 16 + 1 : 0);
+          (state.length < state.first ? (std::min)(tokens, state.first - state.length) / 16 + 1 : 0);
       needed[layers_[l].page_class] += pages;
       needed[layers_[l].tile_class] += tiles;
-      if (!state.entries.reserve(state.entries.size() + pages) || !state.tail.reserve(state.tail.size() + tiles) ||
+      if (!state.entries.reserve(state.entries.size() + state.coding.size() + pages) ||
+          !state.coding.reserve(state.coding.size() + pages) || !state.tail.reserve(state.tail.size() + tiles) ||
           !state.first_tiles.reserve(state.first_tiles.size() + tiles)) {
         return {Status::out_of_memory, "entries"};
       }
@@ -121,6 +172,7 @@ class CacheCore : public SequenceStore {
       while (enough && blocks.size() < needed[c]) {
         Block* block = pool_.acquire(c);
         enough = block != nullptr && blocks.push_back(block);
+        if (enough) pool_.touch(block);
       }
       if (enough) {
         needed[c] = before;  // from here on: what to go back to
@@ -145,35 +197,34 @@ class CacheCore : public SequenceStore {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
     if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
+    if (const Status status = finish_pages(*sequence); status.code != Status::ok) return status;
     // All memory first, so that a failure changes nothing.
-    std::size_t pages = 0, scratch_bytes = 0;
+    std::size_t scratch_bytes = 0;
     for (std::size_t l = 0; l < layers_.size(); ++l) {
-      const std::size_t count = pages_to_seal(sequence->layers[l]);
-      pages += count;
+      LayerState& state = sequence->layers[l];
       scratch_bytes = (std::max)(scratch_bytes, layers_[l].encode_scratch_bytes());
-      if (!sequence->layers[l].entries.reserve(sequence->layers[l].entries.size() + count)) {
+      if (!state.entries.reserve(state.entries.size() + state.coding.size() + 1)) {
         return {Status::out_of_memory, "entries"};
       }
     }
     const Scratch scratch(scratch_bytes);
     Array<Block*> fresh;
-    bool enough = static_cast<bool>(scratch) && fresh.reserve(pages);
+    bool enough = static_cast<bool>(scratch) && fresh.reserve(layers_.size());
     for (std::size_t l = 0; enough && l < layers_.size(); ++l) {
-      for (std::size_t i = pages_to_seal(sequence->layers[l]); enough && i > 0; --i) {
-        Block* block = pool_.acquire(layers_[l].page_class);  // a reserve is for tokens to come
-        enough = block != nullptr && fresh.push_back(block);
+      Block* block = nullptr;
+      if (tokens_to_seal(sequence->layers[l]) > 0) {
+        block = pool_.acquire(layers_[l].page_class);  // a reserve is for tokens to come
+        enough = block != nullptr;
       }
+      (void)fresh.push_back(block);
     }
     if (!enough) {
-      while (!fresh.empty()) release_last(fresh);
+      for (Block* block : fresh) {
+        if (block != nullptr) pool_.release(block);
+      }
       return {Status::out_of_memory, "pages"};
     }
-    std::size_t next = 0;
-    for (std::size_t l = 0; l < layers_.size(); ++l) {
-      const std::size_t count = pages_to_seal(sequence->layers[l]);
-      seal(*sequence, l, {fresh.data() + next, count}, scratch.get());
-      next += count;
-    }
+    for (std::size_t l = 0; l < layers_.size(); ++l) seal(*sequence, l, fresh[l], scratch.get());
     account(*sequence);
     return {};
   }
@@ -212,8 +263,7 @@ class CacheCore : public SequenceStore {
         return bad_shape(side == Side::key ? "keys.tokens" : "values.tokens",
                          state.length - (std::min)(begin, state.length), rows.tokens);
       }
-      if (begin + rows.tokens > config_.first_tokens && begin < state.held_begin &&
-          state.held_begin > config_.first_tokens) {
+      if (begin + rows.tokens > state.first && begin < state.held_begin && state.held_begin > state.first) {
         return {Status::behind_window, "begin", as_signed(state.held_begin), as_signed(begin)};
       }
     }
@@ -266,6 +316,7 @@ class CacheCore : public SequenceStore {
     state.entries.clear();
     state.first_tiles.clear();
     state.tail.clear();
+    state.coding.clear();
   }
 
   template <class T>
@@ -291,9 +342,9 @@ class CacheCore : public SequenceStore {
     if (length > longest) return bad_shape("length", longest, length);
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       const LayerState& state = sequence.layers[l];
-      if (state.held_begin <= config_.first_tokens || length <= config_.first_tokens) continue;
+      if (state.held_begin <= state.first || length <= state.first) continue;
       // The last query of the shortened sequence sees the keys from here on.
-      const std::size_t needed = (std::max)(saturating_subtract(length, layers_[l].shape.window), config_.first_tokens);
+      const std::size_t needed = (std::max)(saturating_subtract(length, layers_[l].shape.window), state.first);
       if (needed < state.held_begin) {
         return {Status::behind_window, "length", as_signed(state.held_begin + layers_[l].shape.window),
                 as_signed(length)};
@@ -302,35 +353,91 @@ class CacheCore : public SequenceStore {
     return {};
   }
 
-  std::size_t pages_to_seal(const LayerState& state) const noexcept {
-    const std::size_t begin = seal_begin(state);
-    return layout::round_up(saturating_subtract(state.length, begin), rule_.page_tokens) / rule_.page_tokens;
+  // What is left of a windowed layer must be all that its next query sees.
+  Status check_erase(const Layer& layer, const LayerState& state, std::size_t begin, std::size_t end) const noexcept {
+    if (state.held_begin <= state.first) return {};
+    const std::size_t left = state.length - (end - begin);
+    const std::size_t gone = (std::min)(end, state.held_begin) - (std::min)(begin, state.held_begin);
+    const std::size_t first = state.first - ((std::min)(end, state.first) - (std::min)(begin, state.first));
+    if ((std::max)(saturating_subtract(left, layer.shape.window), first) < state.held_begin - gone) {
+      return {Status::behind_window, "end", as_signed(state.held_begin), as_signed(end)};
+    }
+    return {};
   }
 
-  // A window shorter than the raw tail may have let go of codes that a rollback has made raw again.
-  std::size_t seal_begin(const LayerState& state) const noexcept {
-    return (std::max)(rule_.coded(state.base, state.length), state.coded_end());
+  // `count` raw tiles for own_tiles, layer by layer from the end; false: nothing was taken.
+  bool acquire_tiles(const Sequence& sequence, std::size_t begin, std::size_t count, Array<Block*>& fresh) noexcept {
+    if (!fresh.reserve(count)) return false;
+    for (std::size_t l = layers_.size(); l-- > 0;) {
+      for (std::size_t i = shared_tiles(sequence.layers[l], begin); i > 0 && fresh.size() < count; --i) {
+        Block* block = pool_.acquire(layers_[l].tile_class);
+        if (block == nullptr) {
+          while (!fresh.empty()) release_last(fresh);
+          return false;
+        }
+        (void)fresh.push_back(block);
+      }
+    }
+    return true;
   }
 
-  void seal(Sequence& sequence, std::size_t index, std::span<Block* const> pages, std::byte* scratch) noexcept {
+  // All finished pages of all layers coded, none in work. A failure changes nothing that can be seen.
+  Status finish_pages(Sequence& sequence) noexcept {
+    std::size_t pages = 0, scratch_bytes = 0;
+    bool open = false;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      LayerState& state = sequence.layers[l];
+      const std::size_t count = pages_to_begin(state);
+      pages += count;
+      open = open || (!state.coding.empty() && state.coding_work < layers_[l].page_work());
+      scratch_bytes = (std::max)(scratch_bytes, layers_[l].encode_scratch_bytes());
+      if (!state.coding.reserve(state.coding.size() + count)) return {Status::out_of_memory, "entries"};
+    }
+    if (pages == 0 && !open) return {};
+    const Scratch scratch(scratch_bytes);
+    Array<Block*> fresh;
+    bool enough = static_cast<bool>(scratch) && fresh.reserve(pages);
+    for (std::size_t l = 0; enough && l < layers_.size(); ++l) {
+      for (std::size_t i = pages_to_begin(sequence.layers[l]); enough && i > 0; --i) {
+        Block* block = pool_.acquire(layers_[l].page_class);
+        enough = block != nullptr && fresh.push_back(block);
+      }
+    }
+    if (!enough) {
+      while (!fresh.empty()) release_last(fresh);
+      return {Status::out_of_memory, "pages"};
+    }
+    std::size_t next = 0;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const std::size_t count = pages_to_begin(sequence.layers[l]);
+      SequenceStore::finish_pages(sequence.layers[l], layers_[l], {fresh.data() + next, count}, scratch.get());
+      next += count;
+    }
+    account(sequence);
+    return {};
+  }
+
+  // Tokens behind the finished pages.
+  std::size_t tokens_to_seal(const LayerState& state) const noexcept {
+    return saturating_subtract(state.length, state.coded_end()) % rule_.page_tokens;
+  }
+
+  // Requires that all finished pages are coded. `page`: for the rest, null if there is none.
+  void seal(Sequence& sequence, std::size_t index, Block* page, std::byte* scratch) noexcept {
     const Layer& layer = layers_[index];
     LayerState& state = sequence.layers[index];
-    std::size_t begin = seal_begin(state);
-    for (Block* page : pages) {
-      const std::size_t count = (std::min)(rule_.page_tokens, state.length - begin);
+    const auto add = [&](Block* block, std::size_t count) {
+      (void)state.entries.push_back(Entry{block, state.coded_end(), 0, static_cast<std::uint32_t>(count)});
+    };
+    const std::size_t rest = tokens_to_seal(state);
+    for (Block* block : state.coding) add(block, rule_.page_tokens);
+    state.coding.clear();
+    if (page != nullptr) {
       layer.clear_padding(page);
-      for (const Side side : {Side::key, Side::value}) {
-        for (std::size_t head = 0; head < layer.shape.kv_heads; ++head) {
-          layer.encode(page, side, head, count, scratch, [&](std::size_t t, bfloat16* out) {
-            const std::size_t at = begin + t - state.tail_begin;
-            std::copy_n(layer.tile_row(state.tail[at / 16], side, head, at % 16), layer.dim(side), out);
-          });
-        }
-      }
-      (void)state.entries.push_back(Entry{page, begin, 0, static_cast<std::uint32_t>(count)});  // room was made
-      begin += count;
+      code_held(state, layer, page, state.coded_end(), rest, 0, scratch);
+      add(page, rest);
     }
-    if (state.length > config_.first_tokens) {
+    if (state.length > state.first) {
       cut_tiles(sequence, index, state.tail, 0);
       state.base = state.tail_begin = state.length;
     }
@@ -340,7 +447,7 @@ class CacheCore : public SequenceStore {
   void read_row(const Layer& layer, const LayerState& state, Side side, std::size_t head, std::size_t at,
                 std::size_t coded, float* out) const noexcept {
     const std::size_t width = layer.dim(side);
-    const bool first = at < config_.first_tokens;
+    const bool first = at < state.first;
     if (first || at >= coded) {
       const Array<Block*>& from = first ? state.first_tiles : state.tail;
       const std::size_t offset = first ? at : at - state.tail_begin;

@@ -34,13 +34,6 @@ inline Status check_byte_order() noexcept {
   }
 }
 
-// So many first tokens are raw in this layer.
-inline std::size_t first_of(const CacheCore& core, const LayerState& /*state*/) noexcept {
-  return core.config().first_tokens;
-}
-
-inline std::size_t tiles_of(std::size_t tokens) noexcept { return (tokens + 15) / 16; }
-
 // visit(name, number) for all that must agree between the cache that saved a sequence and the one that loads it.
 template <class Visit>
 void describe_cache(const CacheCore& core, Visit visit) {
@@ -198,8 +191,8 @@ inline constexpr std::size_t kLayerNumbers = 6;
 inline const char* find_bad_layer(const CacheCore& core, const Layer& layer, std::size_t length,
                                   const LayerNumbers& numbers) noexcept {
   const CodingRule& rule = core.rule();
-  if (numbers.first != core.config().first_tokens) return "first";
   const std::uint64_t first = numbers.first, held = numbers.held_begin;
+  if (first > core.config().first_tokens || (length <= first && first != core.config().first_tokens)) return "first";
   if (length <= first) {
     if (numbers.base != first) return "base";
     if (numbers.tail_begin != first) return "tail_begin";

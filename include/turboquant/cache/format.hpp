@@ -70,12 +70,15 @@ struct Operations {
   bool key_has_memory, value_has_memory;
   std::uint64_t codebook;
   unsigned query_planes;
+  bool (*by_token)(Side);                                               // as the codecs' by_token and parts
+  std::size_t (*parts)(Side, std::size_t);                              // side, page tokens
   std::size_t (*encode_scratch_bytes)(Side, std::size_t, std::size_t);  // side, page tokens, dim
 
   void (*rotate)(const RotationView&, const float*, float*);
   void (*rotate_back)(const RotationView&, const float*, float*);
   bfloat16 (*center_rows)(float*, std::size_t, std::size_t, unsigned, std::uint8_t*);
-  void (*encode)(Side, const float*, std::size_t, const CodedTarget&, std::uint8_t*);
+  void (*subtract_center)(float*, std::size_t, const CodedPart&);
+  void (*encode_parts)(Side, const float*, std::size_t, std::size_t, std::size_t, const CodedTarget&, std::uint8_t*);
   void (*decode_row)(Side, const CodedPart&, std::size_t, float*);
   void (*prepare_query)(const RotationView&, const float*, QueryBlock&, std::size_t);
   void (*score)(const CodedPart&, std::size_t, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*,
@@ -105,6 +108,12 @@ inline constexpr Operations kOperations = {
     .value_has_memory = kHasMemory<typename F::value_codec>,
     .codebook = codebook_hash<typename F::value_codec>(codebook_hash<typename F::key_codec>(0)),
     .query_planes = F::key_codec::query_planes,
+    .by_token =
+        [](Side side) { return side == Side::key ? F::key_codec::by_token(side) : F::value_codec::by_token(side); },
+    .parts =
+        [](Side side, std::size_t page_tokens) {
+          return side == Side::key ? F::key_codec::parts(side, page_tokens) : F::value_codec::parts(side, page_tokens);
+        },
     .encode_scratch_bytes =
         [](Side side, std::size_t page_tokens, std::size_t dim) {
           return side == Side::key ? F::key_codec::scratch_bytes(page_tokens, dim)
@@ -113,12 +122,16 @@ inline constexpr Operations kOperations = {
     .rotate = &K::rotate,
     .rotate_back = &K::rotate_back,
     .center_rows = &K::center_rows,
-    .encode =
-        [](Side side, const float* rows, std::size_t count, const CodedTarget& target, std::uint8_t* scratch) {
+    .subtract_center = &K::subtract_center,
+    .encode_parts =
+        [](Side side, const float* rows, std::size_t count, std::size_t begin, std::size_t end,
+           const CodedTarget& target, std::uint8_t* scratch) {
           if (side == Side::key) {
-            F::key_codec::template encode<K>(side, rows, count, {ScaleRule::unbiased, true}, target, scratch);
+            F::key_codec::template encode_parts<K>(side, rows, count, begin, end, {ScaleRule::unbiased, true}, target,
+                                                   scratch);
           } else {
-            F::value_codec::template encode<K>(side, rows, count, {ScaleRule::least_squares, true}, target, scratch);
+            F::value_codec::template encode_parts<K>(side, rows, count, begin, end, {ScaleRule::least_squares, true},
+                                                     target, scratch);
           }
         },
     .decode_row =

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <span>
 #include <utility>
 
 #include <turboquant/cache/cache_core.hpp>
@@ -38,16 +40,27 @@ class KVCache {
   /// (beyond the length), behind_window.
   Status truncate(SequenceId sequence, std::size_t length) noexcept { return core_.truncate(sequence, length); }
 
-  /// Removes the positions [begin, end); later tokens move down by end - begin, codes and raw rows untouched. The range
-  /// must be coded (not among first_tokens or the raw tail), or reach the end. Errors: unknown_sequence, bad_shape,
-  /// behind_window, out_of_memory.
+  /// Removes the positions [begin, end), of all layers; later tokens move down by end - begin. Codes stay as they are,
+  /// in split entries, and raw rows are moved. Where the range is raw, and no page that is read holds a token behind
+  /// it, it is as if the tokens had never come; otherwise later tokens start a new page, and a rollback below the codes
+  /// is no longer exact. Erasing among first_tokens leaves fewer of them raw. Keys keep the rotary positions they came
+  /// with: docs/engines.md. Errors: unknown_sequence, bad_shape (beyond the length, or layers of unequal length),
+  /// behind_window (a windowed layer would have to show tokens that it has freed), out_of_memory.
   Status erase(SequenceId sequence, std::size_t begin, std::size_t end) noexcept {
     return core_.erase(sequence, begin, end);
   }
 
-  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer; what is left of it is
-  /// freed when they have come. A later fork shares raw tiles and so may use some of it up: reserve again. Errors:
-  /// unknown_sequence, out_of_memory.
+  /// After the verification of a tree (BatchItem::tree): of the tokens from `begin` on keeps those at begin +
+  /// tokens[i], i ascending, as if the others had never come. They must be raw, which holds for a tree of at most
+  /// min(recent_tokens, rollback_tokens) tokens at the end. Errors: unknown_sequence, bad_shape (not ascending, beyond
+  /// the length, coded already, or layers of unequal length), behind_window, out_of_memory.
+  Status keep(SequenceId sequence, std::size_t begin, std::span<const std::uint32_t> tokens) noexcept {
+    return core_.keep(sequence, begin, tokens);
+  }
+
+  /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer, nor wait for the
+  /// operating system to provide it; what is left of it is freed when they have come. A later fork shares raw tiles and
+  /// so may use some of it up: reserve again. Errors: unknown_sequence, out_of_memory.
   Status reserve(SequenceId sequence, std::size_t tokens) noexcept { return core_.reserve(sequence, tokens); }
 
   /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported

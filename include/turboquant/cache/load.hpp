@@ -223,6 +223,7 @@ inline Status load_layer(CacheCore& core, std::size_t index, std::size_t length,
   }
   if (state.coded_end() != coded_end) return in.damaged("pages");
   state.length = length;
+  state.first = numbers.first;
   state.base = base;
   state.tail_begin = tail_begin;
   state.dropped_entries = numbers.dropped_entries;
@@ -265,7 +266,7 @@ inline Status load_page(CacheCore& core, SequenceId id, std::size_t index, const
   }
   const Layer& layer = core.layer(index);
   LayerState& state = sequence->layers[index];
-  const std::size_t first = first_of(core, state);
+  const std::size_t first = state.first;
   if (state.length < first) return CacheCore::bad_shape("first_tokens", first, state.length);
   if (state.length != state.coded_end()) return CacheCore::bad_shape("raw rows", state.coded_end(), state.length);
   SectionReader in(source);

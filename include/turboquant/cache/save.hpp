@@ -74,7 +74,7 @@ Status for_each_page(const Array<Entry>& entries, Visit visit) {
 
 inline Status save_layer(const CacheCore& core, std::size_t index, const LayerState& state, SectionWriter& out) {
   const Layer& layer = core.layer(index);
-  const std::size_t first = first_of(core, state);
+  const std::size_t first = state.first;
   std::size_t pages = 0;
   (void)for_each_page(state.entries, [&pages](const Block*, const Span*, std::size_t) {
     ++pages;
@@ -132,7 +132,7 @@ inline Status save_page(const CacheCore& core, SequenceId id, std::size_t index,
   }
   const Layer& layer = core.layer(index);
   const LayerState& state = sequence->layers[index];
-  if (position < first_of(core, state)) return CacheCore::bad_shape("position", first_of(core, state), position);
+  if (position < state.first) return CacheCore::bad_shape("position", state.first, position);
   if (position >= state.coded_end()) return CacheCore::bad_shape("position", state.coded_end(), position);
   if (position < state.held_begin) {
     return {Status::behind_window, "position", CacheCore::as_signed(state.held_begin), CacheCore::as_signed(position)};

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 
+#include <turboquant/cache/coding_rule.hpp>
 #include <turboquant/cache/page_pool.hpp>
 #include <turboquant/core/array.hpp>
 
@@ -22,8 +23,6 @@ struct SequenceId {
 
 namespace detail {
 
-inline constexpr std::size_t saturating_subtract(std::size_t a, std::size_t b) { return a > b ? a - b : 0; }
-
 // `count` tokens of a page from its token `first` on, at positions [begin, begin + count) of the sequence.
 struct Entry {
   Block* page;
@@ -33,39 +32,28 @@ struct Entry {
   std::size_t end() const { return begin + count; }
 };
 
-// The numbers of a cache that decide what is coded when (design: what a query sees does not depend on the calls).
-struct CodingRule {
-  std::size_t page_tokens, recent_tokens, rollback_tokens;
-
-  // Tokens readable as codes when n are present and coding starts at `base`.
-  std::size_t coded(std::size_t base, std::size_t n) const {
-    return base + page_tokens * (saturating_subtract(saturating_subtract(n, base), recent_tokens) / page_tokens);
-  }
-  // First token whose raw row must be kept so that a sequence shortened by rollback_tokens leaves no trace.
-  std::size_t raw_begin(std::size_t base, std::size_t n) const {
-    return coded(base, saturating_subtract(n, rollback_tokens));
-  }
-};
-
-// One layer of a sequence. Positions: [0, first_tokens) raw in `first_tiles`; [held_begin, coded_end()) in entries,
-// those before held_begin were freed behind the window; [tail_begin, length) raw in `tail`, whose tiles start at
-// tail_begin + 16 k. Raw and coded ranges overlap by what rollback may need.
+// One layer of a sequence. Positions: [0, first) raw in `first_tiles`; [held_begin, coded_end()) in entries, those
+// before held_begin were freed behind the window; [tail_begin, length) raw in `tail`, whose tiles start at tail_begin +
+// 16 k. Raw and coded ranges overlap by what rollback may need, raw rows and the pages in `coding` by what is coded
+// ahead. Page borders lie at base + page_tokens k; coded_end() and tail_begin are such borders.
 struct LayerState {
   std::size_t length = 0;
-  std::size_t base = 0;  // where page counting starts: first_tokens, or the tokens coded at the last seal, erase or cut
+  std::size_t first = 0;  // so many first tokens are raw for ever: first_tokens, less what was erased of them
+  std::size_t base = 0;   // where page counting starts: first, or the tokens coded at the last seal, erase or cut
   std::size_t tail_begin = 0;
-  std::size_t held_begin = 0;       // first_tokens until pages are freed behind a window
+  std::size_t held_begin = 0;       // first, until pages are freed behind a window
   std::size_t reserved_length = 0;  // up to this length reserve() has promised memory
-  std::size_t dropped_entries =
-      0;  // so many were freed in front: entry i keeps the number dropped_entries + i for ever
+  std::size_t dropped_entries = 0;  // freed in front: entry i keeps the number dropped_entries + i for ever
+  std::size_t coding_work = 0;      // work done on the last page in `coding`; those before it are complete
   Array<Entry> entries;
   Array<Block*> first_tiles;
   Array<Block*> tail;
+  Array<Block*> coding;  // pages from coded_end() on that are being coded or wait for their time
 
   std::size_t coded_end() const { return entries.empty() ? held_begin : entries.back().end(); }
   std::size_t table_bytes() const {
     return sizeof(LayerState) + entries.capacity() * sizeof(Entry) +
-           (first_tiles.capacity() + tail.capacity()) * sizeof(Block*);
+           (first_tiles.capacity() + tail.capacity() + coding.capacity()) * sizeof(Block*);
   }
 };
 

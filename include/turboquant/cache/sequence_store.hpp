@@ -79,6 +79,11 @@ class SequenceStore {
     return block;
   }
 
+  // Pages between base and coded_end(): the number of the first page in `coding`.
+  std::size_t pages_before_coding(const LayerState& state) const noexcept {
+    return (state.coded_end() - state.base) / rule_.page_tokens;
+  }
+
   // Puts a block into the reserve, or the pool if that has no room for it.
   void give_back(Sequence& sequence, unsigned size_class, Block* block) noexcept {
     Array<Block*>& reserved = sequence.reserved[size_class];
@@ -160,7 +165,7 @@ class SequenceStore {
     if (sequence->layers == nullptr || sequence->reserved == nullptr) return nullptr;
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
-      state.base = state.tail_begin = state.held_begin = config_.first_tokens;
+      state.first = state.base = state.tail_begin = state.held_begin = config_.first_tokens;
     }
     return sequence.release();
   }
@@ -181,6 +186,7 @@ class SequenceStore {
     for (const Entry& entry : state.entries) visit(entry.page);
     for (Block* tile : state.first_tiles) visit(tile);
     for (Block* tile : state.tail) visit(tile);
+    for (Block* page : state.coding) visit(page);
   }
 
   void release_last(Array<Block*>& blocks) noexcept {
@@ -194,33 +200,37 @@ class SequenceStore {
     return length;
   }
 
-  // Shortens one layer. Exact where the raw rows that the shorter sequence needs are still there.
-  void shorten(Sequence& sequence, std::size_t index, std::size_t length) noexcept {
+  // Shortens one layer. Exact where the raw rows that the shorter sequence needs are still there. Tokens from `changed`
+  // on are not what they were: nothing coded of them may stay.
+  void shorten(Sequence& sequence, std::size_t index, std::size_t length, std::size_t changed = npos) noexcept {
     LayerState& state = sequence.layers[index];
     if (length == state.length) return;
-    const std::size_t first = config_.first_tokens;
+    const std::size_t codable = (std::min)(length, changed);
     const std::size_t coded = rule_.coded(state.base, length);
     state.length = length;
-    if (length <= first) {
-      cut_entries(sequence, index, 0);
-      state.base = state.tail_begin = state.held_begin = first;
+    keep_coding(sequence, index,
+                saturating_subtract(rule_.pages_begun(state.base, codable), pages_before_coding(state)));
+    if (length <= state.first) {
+      cut_entries(sequence, index, 0, 0);
+      state.first = state.base = state.tail_begin = state.held_begin = config_.first_tokens;
       state.dropped_entries = 0;
     } else if (length >= state.base && coded >= state.tail_begin) {
-      cut_entries(sequence, index, coded);
+      cut_entries(sequence, index, coded, codable);
     } else {
       state.base = (std::min)(length, state.tail_begin);
-      cut_entries(sequence, index, state.base);
+      cut_entries(sequence, index, state.base, codable);
       if (state.tail_begin > state.base) {
         cut_tiles(sequence, index, state.tail, 0);
         state.tail_begin = state.base;
       }
     }
     cut_tiles(sequence, index, state.tail, tiles(saturating_subtract(length, state.tail_begin)));
-    cut_tiles(sequence, index, state.first_tiles, tiles((std::min)(length, first)));
+    cut_tiles(sequence, index, state.first_tiles, tiles((std::min)(length, state.first)));
   }
 
-  // Drops what lies at or behind position `end`.
-  void cut_entries(Sequence& sequence, std::size_t index, std::size_t end) noexcept {
+  // Drops what lies at or behind position `end`. Pages before `codable` go back among those coded ahead, to be read
+  // when their time comes again.
+  void cut_entries(Sequence& sequence, std::size_t index, std::size_t end, std::size_t codable) noexcept {
     LayerState& state = sequence.layers[index];
     while (!state.entries.empty() && state.entries.back().end() > end) {
       Entry& last = state.entries.back();
@@ -228,8 +238,61 @@ class SequenceStore {
         last.count = static_cast<std::uint32_t>(end - last.begin);
         return;
       }
-      recycle(sequence, state, layers_[index].page_class, last.page);
+      const bool ahead = last.begin >= state.base && last.end() < codable;
+      const bool alone = state.coding.empty();
+      if (ahead && state.coding.push_front(last.page)) {
+        if (alone) state.coding_work = layers_[index].page_work();
+      } else {
+        keep_coding(sequence, index, 0);  // no memory for the table: they will be coded again
+        recycle(sequence, state, layers_[index].page_class, last.page);
+      }
       state.entries.erase(state.entries.size() - 1, state.entries.size());
+    }
+  }
+
+  // Lets go of all pages coded ahead but the first `count`.
+  void keep_coding(Sequence& sequence, std::size_t index, std::size_t count) noexcept {
+    LayerState& state = sequence.layers[index];
+    while (state.coding.size() > count) {
+      recycle(sequence, state, layers_[index].page_class, state.coding.back());
+      state.coding.erase(state.coding.size() - 1, state.coding.size());
+      state.coding_work = layers_[index].page_work();
+    }
+  }
+
+  // Blocks that finish_pages needs: pages whose tokens are all there, without those that are begun.
+  std::size_t pages_to_begin(const LayerState& state) const noexcept {
+    const std::size_t finished = saturating_subtract(state.length, state.coded_end()) / rule_.page_tokens;
+    return saturating_subtract(finished, state.coding.size());
+  }
+
+  // Codes every finished page to the end. Requires pages_to_begin() blocks, as much room in `coding`, and scratch.
+  void finish_pages(LayerState& state, const Layer& layer, std::span<Block* const> fresh, std::byte* scratch) noexcept {
+    std::size_t number = state.coding.size();
+    for (Block* page : fresh) {
+      layer.clear_padding(page);
+      (void)state.coding.push_back(page);
+    }
+    if (state.coding.empty()) return;
+    std::size_t done = 0;
+    if (number > 0) --number, done = state.coding_work;
+    for (; number < state.coding.size(); ++number, done = 0) {
+      const std::size_t begin = state.coded_end() + number * rule_.page_tokens;
+      code_held(state, layer, state.coding[number], begin, rule_.page_tokens, done, scratch);
+    }
+    state.coding_work = layer.page_work();
+  }
+
+  // Codes a page of the tokens [begin, begin + count), of which `done` of the work is done, from raw rows of the tail.
+  void code_held(const LayerState& state, const Layer& layer, Block* page, std::size_t begin, std::size_t count,
+                 std::size_t done, std::byte* scratch) const noexcept {
+    for (std::size_t unit = 0; unit < layer.units(); ++unit) {
+      const Side side = Layer::side_of(unit);
+      layer.encode(page, unit, count, layer.parts_begun(unit, done), layer.parts(side), scratch,
+                   [&](std::size_t t, bfloat16* out) {
+                     const std::size_t at = begin + t - state.tail_begin;
+                     std::copy_n(layer.tile_row(state.tail[at / 16], side, unit / 2, at % 16), layer.dim(side), out);
+                   });
     }
   }
 
@@ -242,44 +305,6 @@ class SequenceStore {
 
   static std::size_t tiles(std::size_t tokens) {
     return layout::round_up(tokens, layout::kTileTokens) / layout::kTileTokens;
-  }
-
-  // Requires first_tokens <= begin < end <= coded_end(), and room for one more entry.
-  void erase_codes(LayerState& state, std::size_t begin, std::size_t end) noexcept {
-    const std::size_t removed = end - begin, coded = state.coded_end();
-    for (std::size_t i = 0; i < state.entries.size();) {
-      Entry& entry = state.entries[i];
-      const std::size_t low = (std::max)(entry.begin, begin), high = (std::min)(entry.end(), end);
-      if (low >= high) {
-        if (entry.begin >= end) entry.begin -= removed;
-        ++i;
-      } else if (low == entry.begin && high == entry.end()) {
-        pool_.release(entry.page);
-        state.entries.erase(i, i + 1);
-      } else if (low == entry.begin) {
-        const auto count = static_cast<std::uint32_t>(high - low);
-        entry.first += count;
-        entry.count -= count;
-        entry.begin = begin;
-        ++i;
-      } else {
-        const Entry behind{entry.page, begin, static_cast<std::uint32_t>(entry.first + (high - entry.begin)),
-                           static_cast<std::uint32_t>(entry.end() - high)};
-        entry.count = static_cast<std::uint32_t>(low - entry.begin);
-        ++i;
-        if (behind.count > 0) {
-          behind.page->retain();
-          (void)state.entries.insert(i, behind);  // room was made by the caller
-          ++i;
-        }
-      }
-    }
-    // Raw rows of coded tokens can no longer serve a rollback: page counting starts anew behind the codes.
-    const std::size_t dead = (coded - state.tail_begin) / layout::kTileTokens;
-    for (std::size_t i = 0; i < (std::min)(dead, state.tail.size()); ++i) pool_.release(state.tail[i]);
-    state.tail.erase(0, (std::min)(dead, state.tail.size()));
-    state.base = state.tail_begin = coded - removed;
-    state.length -= removed;
   }
 
   CacheConfig config_;

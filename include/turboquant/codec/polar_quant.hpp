@@ -37,13 +37,19 @@ struct PolarQuant {
 
   static constexpr std::size_t scratch_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
 
-  /// rows: [count][target.dim], rotated and centred; scratch: scratch_bytes().
+  static constexpr bool by_token(Side) { return true; }
+  static constexpr std::size_t parts(Side, std::size_t page_tokens) { return page_tokens; }
+
+  /// rows: of the tokens [begin, min(end, count)), rotated and centred; scratch: scratch_bytes().
   template <class K>
-  static void encode(Side side, const float* rows, std::size_t count, EncodeOptions options, const CodedTarget& target,
-                     std::uint8_t* scratch) {
-    for (std::size_t t = 0; t < count; ++t) {
-      const float* row = rows + t * target.dim;
-      std::uint8_t* row_codes = scratch + t * target.dim;
+  static void encode_parts(Side side, const float* rows, std::size_t count, std::size_t begin, std::size_t end,
+                           EncodeOptions options, const CodedTarget& target, std::uint8_t* scratch) {
+    if (begin == 0) std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});
+    end = (std::min)(end, count);
+    if (begin >= end && begin != 0) return;
+    for (std::size_t t = begin; t < end; ++t) {
+      const float* row = rows + (t - begin) * target.dim;
+      std::uint8_t* row_codes = scratch + (t - begin) * target.dim;
       if constexpr (B == 8) {
         target.scales[t] = K::encode_int8(row, target.dim, options.scale, row_codes);
       } else {
@@ -51,8 +57,7 @@ struct PolarQuant {
                                                         Codebook<B>::kSpread, options.scale, options.search, row_codes);
       }
     }
-    std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});
-    K::template pack<B>(side, scratch, count, target.page_tokens, target.dim, target.fragments);
+    K::template pack<B>(side, scratch, begin, end, target.page_tokens, target.dim, target.fragments);
   }
 };
 

@@ -31,18 +31,25 @@ struct ScalarQuant {
 
   static constexpr std::size_t scratch_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
 
-  /// rows: [count][target.dim], rotated and centred; scratch: scratch_bytes(). The scale rule
-  /// does not matter; with options.search grids narrower than minimum to maximum are tried.
+  static constexpr bool by_token(Side) { return true; }
+  static constexpr std::size_t parts(Side, std::size_t page_tokens) { return page_tokens; }
+
+  /// rows: of the tokens [begin, min(end, count)), rotated and centred; scratch: scratch_bytes(). The scale rule does
+  /// not matter; with options.search grids narrower than minimum to maximum are tried.
   template <class K>
-  static void encode(Side side, const float* rows, std::size_t count, EncodeOptions options, const CodedTarget& target,
-                     std::uint8_t* scratch) {
-    for (std::size_t t = 0; t < count; ++t) {
-      target.scales[t] = K::template encode_minmax<B>(rows + t * target.dim, target.dim, options.search,
-                                                      target.zero_points[t], scratch + t * target.dim);
+  static void encode_parts(Side side, const float* rows, std::size_t count, std::size_t begin, std::size_t end,
+                           EncodeOptions options, const CodedTarget& target, std::uint8_t* scratch) {
+    if (begin == 0) {
+      std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});
+      std::fill(target.zero_points + count, target.zero_points + target.page_tokens, bfloat16{0});
     }
-    std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});
-    std::fill(target.zero_points + count, target.zero_points + target.page_tokens, bfloat16{0});
-    K::template pack<B>(side, scratch, count, target.page_tokens, target.dim, target.fragments);
+    end = (std::min)(end, count);
+    if (begin >= end && begin != 0) return;
+    for (std::size_t t = begin; t < end; ++t) {
+      target.scales[t] = K::template encode_minmax<B>(rows + (t - begin) * target.dim, target.dim, options.search,
+                                                      target.zero_points[t], scratch + (t - begin) * target.dim);
+    }
+    K::template pack<B>(side, scratch, begin, end, target.page_tokens, target.dim, target.fragments);
   }
 
  private:

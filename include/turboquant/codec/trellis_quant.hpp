@@ -54,22 +54,41 @@ struct TrellisQuant {
     return kernels::trellis_path_bytes(page_tokens, dim) + kernels::trellis_scratch_bytes<B>(page_tokens, dim);
   }
 
-  /// rows: [count][target.dim], rotated and centred; scratch: scratch_bytes(), aligned to 2. The scale search is for
-  /// keys: the tokens of a page share the paths of values.
-  template <class K>
-  static void encode(Side side, const float* rows, std::size_t count, EncodeOptions options, const CodedTarget& target,
-                     std::uint8_t* scratch) {
-    std::uint8_t* work = scratch + kernels::trellis_path_bytes(target.page_tokens, target.dim);
-    if (side == Side::key) {
-      K::template encode_trellis_keys<B>(rows, count, target.dim, codes(), kTrellisSpread, options.scale,
-                                         options.search, target.scales, scratch, work);
-    } else {
-      K::template encode_trellis_values<B>(rows, count, target.page_tokens, target.dim, codes(), kTrellisSpread,
-                                           options.scale, target.scales, scratch, work);
-    }
-    std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});
-    K::template pack_trellis<B>(side, scratch, count, target.page_tokens, target.dim, target.fragments);
+  /// Keys: a part is a token. Values: 16 parts are a lane each, the last one finds the scales.
+  static constexpr bool by_token(Side side) { return side == Side::key; }
+  static constexpr std::size_t parts(Side side, std::size_t page_tokens) {
+    return side == Side::key ? page_tokens : kLanes + 1;
   }
+
+  /// rows: keys of the tokens [begin, min(end, count)), all values; rotated and centred. scratch: scratch_bytes(),
+  /// aligned to 2. The scale search is for keys: the tokens of a page share the paths of values.
+  template <class K>
+  static void encode_parts(Side side, const float* rows, std::size_t count, std::size_t begin, std::size_t end,
+                           EncodeOptions options, const CodedTarget& target, std::uint8_t* scratch) {
+    std::uint8_t* work = scratch + kernels::trellis_path_bytes(target.page_tokens, target.dim);
+    if (begin == 0) std::fill(target.scales + count, target.scales + target.page_tokens, bfloat16{0});
+    if (side == Side::key) {
+      end = (std::min)(end, count);
+      if (begin >= end && begin != 0) return;
+      K::template encode_trellis_keys<B>(rows, end - begin, target.dim, codes(), kTrellisSpread, options.scale,
+                                         options.search, target.scales + begin, scratch, work);
+      K::template pack_trellis<B>(side, scratch, begin, end, target.page_tokens, target.dim, target.fragments);
+      return;
+    }
+    const std::size_t lanes = (std::min)(end, kLanes);
+    if (begin < lanes) {
+      K::template encode_trellis_values<B>(rows, count, target.page_tokens, target.dim, codes(), kTrellisSpread, begin,
+                                           lanes, scratch, work);
+      K::template pack_trellis<B>(side, scratch, begin, lanes, target.page_tokens, target.dim, target.fragments);
+    }
+    if (end > kLanes) {
+      K::template scale_trellis_values<B>(rows, count, target.page_tokens, target.dim, codes(), options.scale,
+                                          target.fragments, target.scales, work);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kLanes = 16;
 };
 
 }  // namespace turboquant

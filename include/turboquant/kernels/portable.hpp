@@ -78,6 +78,15 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     }
   }
 
+  /// rows[t][i] -= part.center_scale * part.center[i], as center_rows does it. rows: [count][part.dim].
+  static void subtract_center(float* rows, std::size_t count, const CodedPart& part) {
+    float center[kMaxRow];
+    decode_center(part, center);
+    for (std::size_t t = 0; t < count; ++t) {
+      for (std::size_t i = 0; i < part.dim; ++i) rows[t * part.dim + i] -= center[i];
+    }
+  }
+
   /// Decodes token `token` of the page into the rotated domain. out: [part.dim].
   template <class Codes>
   static void decode_row(layout::Side side, const CodedPart& part, const Codes& codes, std::size_t token, float* out) {

@@ -195,21 +195,23 @@ struct PortableEncoders {
     return best_scale;
   }
 
-  /// Packs codes [count][dim] of one side of a page into fragments; tokens from `count` to `page_tokens` get code zero.
+  /// Packs the codes of the tokens [begin, end) of one side of a page into fragments. With begin == 0 all codes of the
+  /// page are cleared first: the tokens of a page come in order, and those that never come have code zero. codes:
+  /// [end - begin][dim].
   template <unsigned B>
-  static void pack(layout::Side side, const std::uint8_t* codes, std::size_t count, std::size_t page_tokens,
-                   std::size_t dim, std::uint8_t* fragments) {
+  static void pack(layout::Side side, const std::uint8_t* codes, std::size_t begin, std::size_t end,
+                   std::size_t page_tokens, std::size_t dim, std::uint8_t* fragments) {
     const std::size_t tiles = page_tokens / 16, groups = dim / 16;
     constexpr std::size_t kBytes = layout::fragment_bytes(B);
-    std::memset(fragments, 0, tiles * groups * kBytes);
-    for (std::size_t tile = 0; tile * 16 < count; ++tile) {
-      const std::size_t tokens = (std::min)(count - tile * 16, std::size_t{16});
+    if (begin == 0) std::memset(fragments, 0, tiles * groups * kBytes);
+    for (std::size_t tile = begin / 16; tile * 16 < end; ++tile) {
+      const std::size_t first = (std::max)(begin, tile * 16), last = (std::min)(end, tile * 16 + 16);
       for (std::size_t group = 0; group < groups; ++group) {
         std::uint8_t* fragment = fragments + fragment_index(side, tile, group, tiles, groups) * kBytes;
-        for (std::size_t t = 0; t < tokens; ++t) {
-          const std::uint8_t* row = codes + (tile * 16 + t) * dim + group * 16;
+        for (std::size_t t = first; t < last; ++t) {
+          const std::uint8_t* row = codes + (t - begin) * dim + group * 16;
           for (std::size_t c = 0; c < 16; ++c) {
-            const std::size_t position = layout::code_position(side, t, c);
+            const std::size_t position = layout::code_position(side, t % 16, c);
             const auto low = layout::low_field(B, position);
             fragment[low.byte] =
                 static_cast<std::uint8_t>(fragment[low.byte] | (row[c] & ((1u << low.count) - 1)) << low.shift);

@@ -34,7 +34,7 @@ struct TrellisCodes {
   }
 };
 
-/// Bytes of `paths`: the new bits of one side of a page, keys as [token][coordinate], values as [lane][group][token].
+/// Bytes of the paths of one side of a page: new bits, keys as [token][coordinate], values as [lane][group][token].
 constexpr std::size_t trellis_path_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
 
 /// Work space of encode_trellis_keys and encode_trellis_values.
@@ -42,7 +42,7 @@ template <unsigned B>
 constexpr std::size_t trellis_scratch_bytes(std::size_t page_tokens, std::size_t dim) {
   const std::size_t length = page_tokens * dim / 16;  // of a sequence of values
   const std::size_t keys = dim * (TrellisCodes<B>::states + 1);
-  const std::size_t values = 2 * page_tokens * dim + length * (2 + TrellisCodes<B>::states);
+  const std::size_t values = 2 * page_tokens * dim + length * TrellisCodes<B>::states;
   return (std::max)(keys, values);
 }
 
@@ -172,70 +172,92 @@ struct PortableTrellis {
     }
   }
 
-  /// Codes the values of a page, each token relative to its own root mean square; tokens from `count` to `page_tokens`
-  /// count as zeros. rows: [count][dim]; paths: [16][dim / 16][page_tokens]; scales: [count]. scratch as above.
+  /// Paths of the lanes [lane_begin, lane_end) of the values of a page, each token relative to its own root mean
+  /// square; tokens from `count` to `page_tokens` count as zeros. rows: [count][dim]; paths: [lane][dim /
+  /// 16][page_tokens], from lane_begin on. scratch as above.
   template <unsigned B>
   static void encode_trellis_values(const float* rows, std::size_t count, std::size_t page_tokens, std::size_t dim,
-                                    const TrellisCodes<B>& codes, double spread, ScaleRule rule, bfloat16* scales,
-                                    std::uint8_t* paths, std::uint8_t* scratch) {
-    const std::size_t groups = dim / 16, length = groups * page_tokens;
+                                    const TrellisCodes<B>& codes, double spread, std::size_t lane_begin,
+                                    std::size_t lane_end, std::uint8_t* paths, std::uint8_t* scratch) {
+    const std::size_t groups = dim / 16, length = groups * page_tokens, lanes = lane_end - lane_begin;
     std::int16_t levels[256], row[kLongest];
     list_trellis_levels(codes, levels);
-    auto* fixed = reinterpret_cast<std::int16_t*>(scratch);  // [16][groups][page_tokens], as the paths
-    std::int16_t* target = fixed + 16 * length;
-    std::uint8_t* back = scratch + 34 * length;
-    std::memset(fixed, 0, 32 * length);
-    double unit[kMostTokens];
-    std::int64_t energy[kMostTokens], dot[kMostTokens] = {}, norm[kMostTokens] = {};
-    std::int32_t factor[kMostTokens] = {};
+    auto* targets = reinterpret_cast<std::int16_t*>(scratch);  // as the paths
+    std::uint8_t* back = scratch + 2 * lanes * length;
+    std::memset(targets, 0, 2 * lanes * length);
     for (std::size_t t = 0; t < count; ++t) {
-      const auto whole = K::to_fixed(rows + t * dim, dim, row);
-      unit[t] = whole.unit, energy[t] = whole.energy;
-      factor[t] = target_factor(energy[t], dim, spread);
-      for (std::size_t i = 0; i < dim; ++i) fixed[i % 16 * length + i / 16 * page_tokens + t] = row[i];
-    }
-    for (std::size_t lane = 0; lane < 16; ++lane) {
-      const std::int16_t* x = fixed + lane * length;
-      std::uint8_t* path = paths + lane * length;
-      for (std::size_t i = 0; i < length; ++i) target[i] = target_of(x[i], factor[i % page_tokens]);
-      find_closed_trellis_path<B>(target, length, levels, back, path);
-      unsigned window = last_window<B>(path, length);
-      for (std::size_t i = 0; i < length; ++i) {
-        window = (window << B | path[i]) & 255u;
-        const std::int32_t level = levels[window] / kTrellisUnit;
-        dot[i % page_tokens] += x[i] * level;
-        norm[i % page_tokens] += level * level;
+      const std::int32_t factor = target_factor(K::to_fixed(rows + t * dim, dim, row).energy, dim, spread);
+      for (std::size_t group = 0; group < groups; ++group) {
+        for (std::size_t lane = 0; lane < lanes; ++lane) {
+          targets[(lane * groups + group) * page_tokens + t] = target_of(row[group * 16 + lane_begin + lane], factor);
+        }
       }
     }
-    for (std::size_t t = 0; t < count; ++t) {
-      scales[t] = bfloat16{0};
-      if (dot[t] > 0) {
-        scales[t] =
-            K::final_scale({unit[t], energy[t]}, static_cast<double>(dot[t]), static_cast<double>(norm[t]), rule);
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+      find_closed_trellis_path<B>(targets + lane * length, length, levels, back, paths + lane * length);
+    }
+  }
+
+  /// Scales of the values of a page whose codes are all packed. scales: [count], zero for rows that their codes do not
+  /// resemble. scratch as above.
+  template <unsigned B>
+  static void scale_trellis_values(const float* rows, std::size_t count, std::size_t page_tokens, std::size_t dim,
+                                   const TrellisCodes<B>& codes, ScaleRule rule, const std::uint8_t* fragments,
+                                   bfloat16* scales, std::uint8_t* scratch) {
+    const std::size_t tiles = page_tokens / 16, groups = dim / 16;
+    auto* fixed = reinterpret_cast<std::int16_t*>(scratch);  // [16][dim]
+    std::int16_t levels[layout::kFragmentCodes];
+    for (std::size_t tile = 0; tile * 16 < count; ++tile) {
+      const std::size_t tokens = (std::min)(count - tile * 16, std::size_t{16});
+      decltype(K::to_fixed(rows, dim, fixed)) whole[16];
+      std::int64_t dot[16] = {}, norm[16] = {};
+      for (std::size_t t = 0; t < tokens; ++t) {
+        whole[t] = K::to_fixed(rows + (tile * 16 + t) * dim, dim, fixed + t * dim);
+      }
+      for (std::size_t group = 0; group < groups; ++group) {
+        const std::size_t index = group * tiles + tile;
+        const std::size_t before = (index == 0 ? groups * tiles : index) * layout::fragment_bytes(B);
+        unpack(fragments + index * layout::fragment_bytes(B), codes, fragments + before - 16, levels);
+        for (std::size_t t = 0; t < tokens; ++t) {
+          std::int32_t d = 0, n = 0;
+          for (std::size_t lane = 0; lane < 16; ++lane) {
+            const std::int32_t level = levels[t * 16 + lane];
+            d += fixed[t * dim + group * 16 + lane] * level;
+            n += level * level;
+          }
+          dot[t] += d, norm[t] += n;
+        }
+      }
+      for (std::size_t t = 0; t < tokens; ++t) {
+        scales[tile * 16 + t] =
+            dot[t] > 0 ? K::final_scale(whole[t], static_cast<double>(dot[t]), static_cast<double>(norm[t]), rule)
+                       : bfloat16{0};
       }
     }
   }
 
-  /// Packs `paths` of one side of a page. Half h of a fragment covers the positions 8h to 8h + 7 of 16 sequences, one
-  /// per lane: W = sum of n_(8h + i) << B (7 - i), plane p, byte `lane` = W >> 8 (B - 1 - p) & 255. Keys from `count`
-  /// on are zero.
+  /// Packs paths of one side of a page. Half h of a fragment covers the positions 8h to 8h + 7 of 16 sequences, one per
+  /// lane: W = sum of n_(8h + i) << B (7 - i), plane p, byte `lane` = W >> 8 (B - 1 - p) & 255. Keys: the paths of the
+  /// tokens [begin, end), as [token][dim], and with begin == 0 all codes of the page are cleared first. Values: the
+  /// paths of the lanes [begin, end), as [lane][dim / 16][page_tokens].
   template <unsigned B>
-  static void pack_trellis(layout::Side side, const std::uint8_t* paths, std::size_t count, std::size_t page_tokens,
-                           std::size_t dim, std::uint8_t* fragments) {
+  static void pack_trellis(layout::Side side, const std::uint8_t* paths, std::size_t begin, std::size_t end,
+                           std::size_t page_tokens, std::size_t dim, std::uint8_t* fragments) {
     const std::size_t tiles = page_tokens / 16, groups = dim / 16;
-    for (std::size_t tile = 0; tile < tiles; ++tile) {
+    const bool keys = side == layout::Side::key;
+    if (keys && begin == 0) std::memset(fragments, 0, tiles * groups * layout::fragment_bytes(B));
+    for (std::size_t sequence = begin; sequence < end; ++sequence) {
+      const std::uint8_t* path = paths + (sequence - begin) * (keys ? dim : groups * page_tokens);
       for (std::size_t group = 0; group < groups; ++group) {
-        std::uint8_t* to = fragments + K::fragment_index(side, tile, group, tiles, groups) * layout::fragment_bytes(B);
-        for (std::size_t lane = 0; lane < 16; ++lane) {
-          const std::uint8_t* path = side == layout::Side::key
-                                         ? paths + (tile * 16 + lane) * dim + group * 16
-                                         : paths + (lane * groups + group) * page_tokens + tile * 16;
-          const bool coded = side == layout::Side::value || tile * 16 + lane < count;
+        for (std::size_t tile = keys ? sequence / 16 : 0; tile < (keys ? sequence / 16 + 1 : tiles); ++tile) {
+          std::uint8_t* to = fragments +
+                             K::fragment_index(side, tile, group, tiles, groups) * layout::fragment_bytes(B) +
+                             sequence % 16;
           for (std::size_t half = 0; half < 2; ++half) {
             std::uint32_t word = 0;
-            for (std::size_t i = 0; i < 8; ++i) word = word << B | (coded ? path[8 * half + i] : 0u);
+            for (std::size_t i = 0; i < 8; ++i) word = word << B | *path++;
             for (std::size_t plane = 0; plane < B; ++plane) {
-              to[(half * B + plane) * 16 + lane] = static_cast<std::uint8_t>(word >> 8 * (B - 1 - plane));
+              to[(half * B + plane) * 16] = static_cast<std::uint8_t>(word >> 8 * (B - 1 - plane));
             }
           }
         }
@@ -264,7 +286,6 @@ struct PortableTrellis {
 
  private:
   static constexpr std::size_t kLongest = 1024;    // coordinates
-  static constexpr std::size_t kMostTokens = 256;  // of a page
   static constexpr std::size_t kTrellisSeam = 16;  // positions on either side of the seam of a closed path
 
   // Scales tried, as multiples of the root mean square.
