@@ -1,4 +1,4 @@
-// The door: every public header of turboquant.
+// The door: every public header of turboquant except cache/stream.hpp, which brings <iostream>.
 #pragma once
 
 #include <turboquant/attention/attend.hpp>
@@ -8,6 +8,12 @@
 #include <turboquant/cache/format.hpp>
 #include <turboquant/cache/kv_cache.hpp>
 #include <turboquant/cache/page_codec.hpp>
+#include <turboquant/cache/byte_stream.hpp>
+#include <turboquant/cache/config.hpp>
+#include <turboquant/cache/format.hpp>
+#include <turboquant/cache/kv_cache.hpp>
+#include <turboquant/cache/load.hpp>
+#include <turboquant/cache/save.hpp>
 #include <turboquant/codec/codec.hpp>
 #include <turboquant/codec/polar_quant.hpp>
 #include <turboquant/codec/qjl.hpp>

@@ -9,7 +9,8 @@
 
 namespace turboquant {
 
-/// Version of the saved-page format. It grows by one whenever bytes written before can no longer be read as they are.
+/// Version of saved sequences and pages (docs/file-format.md). It grows by one whenever bytes written before can no
+/// longer be read as they are.
 inline constexpr std::uint32_t kFileFormatVersion = 1;
 
 }  // namespace turboquant

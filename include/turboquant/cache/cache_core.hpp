@@ -296,7 +296,10 @@ class CacheCore : public SequenceEdits {
     return use;
   }
 
- private:
+  // ---- for load: a sequence outside the table, and its way in, which takes it over
+  using SequenceStore::destroy;
+  using SequenceStore::make_sequence;
+
   Status adopt(Sequence* sequence, SequenceId& created) noexcept {
     SequenceId id;
     if (!table_.insert(sequence, id)) {
@@ -308,6 +311,7 @@ class CacheCore : public SequenceEdits {
     return {};
   }
 
+ private:
   static void forget_blocks(LayerState& state) noexcept {
     state.entries.clear();
     state.first_tiles.clear();

@@ -8,6 +8,7 @@
 #include <turboquant/codec/polar_quant.hpp>
 #include <turboquant/codec/scalar_quant.hpp>
 #include <turboquant/codec/trellis_quant.hpp>
+#include <turboquant/core/random.hpp>
 #include <turboquant/kernels/portable.hpp>
 #include <turboquant/layout/page.hpp>
 
@@ -37,6 +38,27 @@ using kernels::RotationView;
 using kernels::SoftmaxState;
 using kernels::WeightSums;
 
+// Whether a code means something only together with codes before it, which must then stay: a trellis.
+template <class C>
+inline constexpr bool kHasMemory = requires {
+  decltype(C::codes())::states;
+};
+
+// A hash of the numbers that give the codes of C their meaning, for files.
+template <class C>
+constexpr std::uint64_t codebook_hash(std::uint64_t hash) {
+  const auto add = [&hash](const std::int8_t* table, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) hash = mix_bits(hash ^ static_cast<std::uint8_t>(table[i]));
+  };
+  hash = mix_bits(hash ^ C::id);
+  if constexpr (kHasMemory<C>) {
+    add(C::codes().table, 24);
+  } else if constexpr (C::bits < 8) {
+    add(C::codes().levels, std::size_t{1} << C::bits);
+  }
+  return hash;
+}
+
 // The kernels of one format on one ISA, with the signatures of kernels/portable.hpp. The container is written once,
 // against this table; one indirect call covers a page or a tile.
 struct Operations {
@@ -45,6 +67,8 @@ struct Operations {
   const char* value_name;
   unsigned key_bits, value_bits;
   bool value_zero_points;
+  bool key_has_memory, value_has_memory;
+  std::uint64_t codebook;
   unsigned query_planes;
   bool (*by_token)(Side);                                               // as the codecs' by_token and parts
   std::size_t (*parts)(Side, std::size_t);                              // side, page tokens
@@ -80,6 +104,9 @@ inline constexpr Operations kOperations = {
     .key_bits = F::key_codec::bits,
     .value_bits = F::value_codec::bits,
     .value_zero_points = F::value_codec::zero_points,
+    .key_has_memory = kHasMemory<typename F::key_codec>,
+    .value_has_memory = kHasMemory<typename F::value_codec>,
+    .codebook = codebook_hash<typename F::value_codec>(codebook_hash<typename F::key_codec>(0)),
     .query_planes = F::key_codec::query_planes,
     .by_token =
         [](Side side) { return side == Side::key ? F::key_codec::by_token(side) : F::value_codec::by_token(side); },
