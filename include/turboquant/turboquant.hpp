@@ -4,15 +4,12 @@
 #include <turboquant/attention/attend.hpp>
 #include <turboquant/attention/merge.hpp>
 #include <turboquant/attention/pages.hpp>
-#include <turboquant/cache/config.hpp>
-#include <turboquant/cache/format.hpp>
-#include <turboquant/cache/kv_cache.hpp>
-#include <turboquant/cache/page_codec.hpp>
 #include <turboquant/cache/byte_stream.hpp>
 #include <turboquant/cache/config.hpp>
 #include <turboquant/cache/format.hpp>
 #include <turboquant/cache/kv_cache.hpp>
 #include <turboquant/cache/load.hpp>
+#include <turboquant/cache/page_codec.hpp>
 #include <turboquant/cache/save.hpp>
 #include <turboquant/codec/codec.hpp>
 #include <turboquant/codec/polar_quant.hpp>

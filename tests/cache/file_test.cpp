@@ -380,7 +380,7 @@ TEST(File, DroppedTokensLeaveNoTraceInLevelCodes) {
     EXPECT_EQ(entries[0].page, entries[1].page);
     const auto expect_dead = [&](const turboquant::detail::Block* page, std::size_t token) {
       for (const auto side : {turboquant::layout::Side::key, turboquant::layout::Side::value}) {
-        const auto part = layer.part(page, side, 1);
+        const auto part = layer.part(page->memory, side, 1);
         EXPECT_EQ(part.scales[token].bits, 0U);
         if (part.zero_points != nullptr) {
           EXPECT_EQ(part.zero_points[token].bits, 0U);
@@ -403,7 +403,7 @@ TEST(File, DroppedTokensLeaveNoTraceInLevelCodes) {
     for (const std::size_t token : {5U, 8U}) expect_dead(entries[0].page, token);
     for (const std::size_t token : {4U, 15U}) expect_dead(entries[3].page, token);
     // The cache's own page was not touched.
-    const auto part = layer.part(core.find(id)->layers[l].entries[0].page, turboquant::layout::Side::key, 0);
+    const auto part = layer.part(core.find(id)->layers[l].entries[0].page->memory, turboquant::layout::Side::key, 0);
     EXPECT_NE(part.scales[5].bits, 0U);
   }
 }

@@ -7,7 +7,9 @@
 #include <cstddef>
 #include <functional>
 #include <numeric>
+#include <sstream>
 #include <string>
+#include <turboquant/cache/stream.hpp>
 #include <vector>
 
 #include "cache/block.hpp"
@@ -47,7 +49,8 @@ struct Known {
 
 /// How often the branches of a step were taken, over all histories.
 struct Counts {
-  std::size_t operations = 0, deep = 0, shallow = 0, erased = 0, traceless = 0, branches = 0, forks = 0, seals = 0;
+  std::size_t operations = 0, deep = 0, shallow = 0, erased = 0, traceless = 0, branches = 0, forks = 0, seals = 0,
+              files = 0;
 };
 
 CacheConfig config_of(std::uint64_t seed) {
@@ -163,6 +166,17 @@ class History {
       case 8:
         append(known, dice, 1 + dice.roll(80));
         break;
+      case 9: {  // a file takes its place
+        if (dice.roll(3) != 0) break;
+        std::stringstream file;
+        EXPECT_OK(turboquant::save(*cache_, known.id, file));
+        SequenceId loaded;
+        EXPECT_OK(turboquant::load(*cache_, file, loaded));
+        cache_->release(known.id);
+        known.id = loaded;
+        ++counts_.files;
+        break;
+      }
       default:
         append(known, dice, 1 + dice.roll(6));
         break;
@@ -272,7 +286,7 @@ TEST(RandomOperations, FollowThePlainModel) {
   }
   // Every kind of step was taken many times.
   for (const std::size_t count : {counts.deep, counts.shallow, counts.erased, counts.traceless, counts.branches,
-                                  counts.forks, counts.seals, counts.erased - counts.traceless})
+                                  counts.forks, counts.seals, counts.files, counts.erased - counts.traceless})
     EXPECT_GT(count, kOperations / 500);
 }
 
