@@ -19,6 +19,7 @@
 #include <turboquant/core/dtype.hpp>
 #include <turboquant/core/rows.hpp>
 #include <turboquant/core/status.hpp>
+#include <turboquant/kernels/dispatch.hpp>
 #include <turboquant/transform/hadamard.hpp>
 #include <turboquant/transform/rotation.hpp>
 #include <turboquant/version.hpp>

@@ -9,7 +9,7 @@
 #include <turboquant/codec/scalar_quant.hpp>
 #include <turboquant/codec/trellis_quant.hpp>
 #include <turboquant/core/random.hpp>
-#include <turboquant/kernels/portable.hpp>
+#include <turboquant/kernels/dispatch.hpp>
 #include <turboquant/layout/page.hpp>
 
 namespace turboquant {
@@ -164,6 +164,16 @@ inline constexpr Operations kOperations = {
     .combine = &K::combine,
     .exp_negative = &K::exp_negative,
 };
+
+// The kernels of a format for an ISA; portable ones where that is not supported.
+template <class F>
+const Operations* operations_of(Isa isa) noexcept {
+#if defined(TURBOQUANT_HAS_AVX2)
+  if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
+#endif
+  static_cast<void>(isa);
+  return &kOperations<F, kernels::Portable>;
+}
 
 }  // namespace detail
 }  // namespace turboquant

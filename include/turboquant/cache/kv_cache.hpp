@@ -1,6 +1,7 @@
 // KVCache<F...>: the compressed KV cache of a model, layers of one or several formats.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -21,8 +22,11 @@ class KVCache {
   static_assert(sizeof...(F) > 0, "KVCache needs at least one format, e.g. KVCache<TQ4>");
 
  public:
-  /// Throws std::invalid_argument with why_invalid(config), or std::bad_alloc. Takes no page memory yet.
-  explicit KVCache(CacheConfig config) : core_(std::move(config), kFormats) {}
+  /// Throws std::invalid_argument with why_invalid(config), or std::bad_alloc. Takes no page memory yet. isa: the
+  /// kernels to use, portable ones if it is not supported; bytes do not depend on it.
+  explicit KVCache(CacheConfig config, Isa isa = best_isa())
+      : core_(std::move(config),
+              std::array<const detail::Operations*, sizeof...(F)>{detail::operations_of<F>(isa)...}) {}
 
   const CacheConfig& config() const noexcept { return core_.config(); }
 
@@ -87,8 +91,6 @@ class KVCache {
 
  private:
   friend struct CacheAccess;
-  static constexpr const detail::Operations* kFormats[] = {&detail::kOperations<F, kernels::Portable>...};
-
   detail::CacheCore core_;
 };
 

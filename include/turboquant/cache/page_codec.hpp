@@ -22,8 +22,9 @@ namespace turboquant {
 template <class F>
 class PageCodec {
  public:
-  /// shape.format is 0. Throws std::invalid_argument as KVCache does.
-  explicit PageCodec(const LayerShape& shape, std::size_t page_tokens = 64, std::uint64_t seed = 42)
+  /// shape.format is 0. isa: as for KVCache. Throws std::invalid_argument as KVCache does.
+  explicit PageCodec(const LayerShape& shape, std::size_t page_tokens = 64, std::uint64_t seed = 42,
+                     Isa isa = best_isa())
       : key_rotation_(seed, shape.head_dim),
         value_rotation_(seed, shape.value_dim != 0 ? shape.value_dim : shape.head_dim) {
     CacheConfig config;
@@ -31,7 +32,7 @@ class PageCodec {
     config.page_tokens = page_tokens;
     const std::string why = why_invalid(config, 1);
     if (!why.empty()) detail::refuse(why);
-    layer_ = detail::Layer(shape, page_tokens, &detail::kOperations<F, kernels::Portable>);
+    layer_ = detail::Layer(shape, page_tokens, detail::operations_of<F>(isa));
     layer_.key_rotation = detail::view_of(key_rotation_);
     layer_.value_rotation = detail::view_of(value_rotation_);
   }

@@ -48,19 +48,11 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
 
   /// out = R in. in, out: [dim], may be the same. Scaled by a power of two on the way: inputs up to the largest float
   /// in magnitude neither overflow nor vanish before the result does.
-  static void rotate(const RotationView& r, const float* in, float* out) {
-    const float back = normalize(in, r.dim, out);
-    for (std::size_t i = 0; i < r.dim; ++i) out[i] *= r.signs[i];
-    transform(r, out, false);
-    scale_back(r.dim, out, back);
-  }
+  static void rotate(const RotationView& r, const float* in, float* out) { rotate_by(r, in, out, &sylvester); }
 
   /// out = R^-1 in = diag(signs) H^T in / sqrt(dim). in, out: [dim], may be the same.
   static void rotate_back(const RotationView& r, const float* in, float* out) {
-    const float back = normalize(in, r.dim, out);
-    transform(r, out, true);
-    for (std::size_t i = 0; i < r.dim; ++i) out[i] *= r.signs[i];
-    scale_back(r.dim, out, back);
+    rotate_back_by(r, in, out, &sylvester);
   }
 
   // ---- decoding
@@ -109,11 +101,36 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
 
   /// Prepares row r of the block from q [dim]: normalises by a power of two, rotates, rounds to int8 planes.
   static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r) {
+    prepare_query_by(rotation, q, block, r, &rotate);
+  }
+
+  // ---- for other ISAs, which bring the inner function: the steps and their order are those of all
+  // --------------------------
+
+  template <class Sylvester>
+  static void rotate_by(const RotationView& r, const float* in, float* out, Sylvester inner) {
+    const float back = normalize(in, r.dim, out);
+    for (std::size_t i = 0; i < r.dim; ++i) out[i] *= r.signs[i];
+    transform(r, out, false, inner);
+    scale_back(r.dim, out, back);
+  }
+
+  template <class Sylvester>
+  static void rotate_back_by(const RotationView& r, const float* in, float* out, Sylvester inner) {
+    const float back = normalize(in, r.dim, out);
+    transform(r, out, true, inner);
+    for (std::size_t i = 0; i < r.dim; ++i) out[i] *= r.signs[i];
+    scale_back(r.dim, out, back);
+  }
+
+  template <class Rotate>
+  static void prepare_query_by(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r,
+                               Rotate rotate_row) {
     float* normal = block.normal + r * block.dim;
     float* rotated = block.rotated + r * block.dim;
     std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
     block.unit[r] = normalize(q, block.dim, normal);
-    rotate(rotation, normal, rotated);
+    rotate_row(rotation, normal, rotated);
     float largest = 0;
     for (std::size_t i = 0; i < block.dim; ++i) largest = (std::max)(largest, std::abs(rotated[i]));
     const float range = block.plane_count == 1 ? 127.0f : 16319.0f;  // 128 * 127 + 63
@@ -326,7 +343,7 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     return x < -87.0f ? 0.0f : y * power;
   }
 
- private:
+ protected:
   friend struct PortableTrellis<PortableKernels>;
   using PortableTrellis<PortableKernels>::unpack;
 
@@ -368,9 +385,10 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
   }
 
   // x = H x, or H^T x.
-  static void transform(const RotationView& r, float* x, bool transposed) {
+  template <class Sylvester>
+  static void transform(const RotationView& r, float* x, bool transposed, Sylvester sylvester_of) {
     const std::size_t inner = r.dim / r.order;
-    for (std::size_t block = 0; block < r.dim; block += inner) sylvester(x + block, inner);
+    for (std::size_t block = 0; block < r.dim; block += inner) sylvester_of(x + block, inner);
     if (r.order == 1) return;
     float mixed[kMaxRow];
     for (std::size_t a = 0; a < r.order; ++a) {

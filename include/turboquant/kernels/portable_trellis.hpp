@@ -125,10 +125,10 @@ struct PortableTrellis {
     std::int16_t around[2 * kTrellisSeam];
     std::copy_n(target + length - kTrellisSeam, kTrellisSeam, around);
     std::copy_n(target, kTrellisSeam, around + kTrellisSeam);
-    find_trellis_path<B>(around, 2 * kTrellisSeam, levels, kAnyState, kAnyState, back, path);
+    K::template find_trellis_path<B>(around, 2 * kTrellisSeam, levels, kAnyState, kAnyState, back, path);
     unsigned state = 0;
     for (std::size_t i = 0; i < kTrellisSeam; ++i) state = (state << B | path[i]) & (TrellisCodes<B>::states - 1);
-    find_trellis_path<B>(target, length, levels, state, state, back, path);
+    K::template find_trellis_path<B>(target, length, levels, state, state, back, path);
   }
 
   /// Codes `count` keys x [dim]. spread: standard deviation of the source in levels. With `search` targets are tried at
