@@ -46,6 +46,12 @@ testing::AssertionResult is_balanced(Cache& cache, std::span<const turboquant::S
         return testing::AssertionFailure() << "layer " << l << " has " << state.first_tiles.size() << " + "
                                            << state.tail.size() << " tiles for " << first << " + " << tail << " rows";
     }
+    for (std::size_t l = 0; l < core.layer_count(); ++l) {
+      const detail::LayerState& state = sequence->layers[l];
+      if (!state.coding.empty() && !state.coding.back()->is_exclusive() &&
+          state.coding_work < core.layer(l).page_work())
+        return testing::AssertionFailure() << "layer " << l << " would write to a page that others share";
+    }
     for (unsigned c = 0; c < core.pool().class_count(); ++c)
       for (const detail::Block* block : sequence->reserved[c]) {
         if (counted[block]++ != 0) return testing::AssertionFailure() << "a reserved block is in use";

@@ -430,6 +430,23 @@ TEST(Transactions, Fork) {
   }
 }
 
+// A page goes back among those coded ahead, where others lie already. Without room for it none of them may stay.
+TEST(Transactions, ForkWithSeveralPagesCodedAhead) {
+  CacheConfig config = three_layers();
+  config.recent_tokens = 40;
+  const Operation fork{.name = "fork",
+                       .before = [](World& world) { world.append(world.ids[3], 8, 75, 78); },
+                       .make =
+                           [](World& world) {
+                             auto id = std::make_shared<SequenceId>();
+                             Call call = plain([&world, id] { return world.cache->fork(world.ids[3], 75, *id); });
+                             call.afterwards = [&world, id] { world.ids.push_back(*id); };
+                             return call;
+                           },
+                       .may_do_without = true};
+  EXPECT_GE(check(fork, config), 10U);
+}
+
 TEST(Transactions, Truncate) {
   for (const std::size_t sequence : {0U, 1U, 2U})
     for (const std::size_t length : {51U, 48U, 45U, 37U, 20U, 4U, 0U}) {
