@@ -376,6 +376,33 @@ TEST(Concurrency, AllPairsOfCallsOnSequencesThatShare) {
     }
 }
 
+// One of two holders of a tile copies its rows and lets go; the other one, alone from then on, writes into it. Nothing
+// but the reference count tells it that the copy is done.
+TEST(Concurrency, TheLastHolderOfATileWritesAfterTheOtherHasRead) {
+  const Block key = keys_of(2, 0, 1), value = values_of(2, 0, 1);
+  for (int round = 0; round < 50; ++round) {
+    Cache cache(small_config());
+    const SequenceId first = new_sequence(cache);
+    ASSERT_OK(append_only(cache, 0, first, keys_of(1, 0, kPrefix), values_of(1, 0, kPrefix)));
+    SequenceId second;
+    ASSERT_OK(cache.fork(first, kPrefix, second));
+    const auto& state = turboquant::CacheAccess::core(cache).find(second)->layers[0];
+    const turboquant::detail::Block* tile = state.tail[state.tail.size() - 1];
+    ASSERT_EQ(tile->references.load(), 2U);
+    std::atomic<std::size_t> wrong{0};
+    run_together(
+        [&](std::size_t thread) {
+          // Relaxed: the test must not order what the library has to order.
+          while (thread == 1 && tile->references.load(std::memory_order_relaxed) != 1) std::this_thread::yield();
+          if (!(append_only(cache, 0, thread == 0 ? first : second, key, value) == Status::ok)) ++wrong;
+        },
+        2);
+    EXPECT_EQ(wrong.load(), 0U);
+    EXPECT_EQ(state.tail[state.tail.size() - 1], tile) << "it was written in place";
+    EXPECT_TRUE(same_bits(attend_only(cache, 0, first, key), attend_only(cache, 0, second, key)));
+  }
+}
+
 TEST(Concurrency, PairsOfConstCallsOnOneSequence) {
   for (const CallRow& left : kCalls)
     for (const CallRow& right : kCalls) {
