@@ -321,8 +321,10 @@ TEST(ContainerCases, F18_ReusedBlocksHaveNoPast) {
   cache.release(child);
   const SequenceId heir = new_sequence(cache);
   EXPECT_TRUE(heir.index == old.index || heir.index == child.index);
-  EXPECT_EQ(cache.length(old), 0U);
-  EXPECT_STATUS(unknown_sequence, feed(cache, old, 1, 0, 1));
+  for (const SequenceId stale : {old, child}) {
+    EXPECT_EQ(cache.length(stale), 0U);
+    EXPECT_STATUS(unknown_sequence, feed(cache, stale, 1, 0, 1));
+  }
   ASSERT_OK(feed(cache, heir, 2, 0, 100));
   std::size_t reused = 0;
   for (const auto& entry : core.find(heir)->layers[0].entries) {
@@ -350,6 +352,17 @@ TEST(ContainerCases, F18_ReusedBlocksHaveNoPast) {
   ASSERT_OK(feed(cache, child, 2, 0, 100));
   EXPECT_TRUE(same_bits(shoot(cache, child), shoot(fresh, alone)));
   EXPECT_TRUE(is_balanced(cache, std::array{heir, child}));
+  // So it is behind a window.
+  config.layers[0].window = 50;
+  Cache windowed(config);
+  const SequenceId id = new_sequence(windowed);
+  ASSERT_OK(feed(windowed, id, 1, 0, 300));
+  const auto& behind = CacheAccess::core(windowed).find(id)->layers[0];
+  EXPECT_GT(behind.dropped_entries, 5U);
+  EXPECT_GT(behind.held_begin, 100U);
+  ASSERT_OK(windowed.truncate(id, 0));
+  EXPECT_EQ(behind.dropped_entries, 0U);
+  EXPECT_EQ(behind.held_begin, 4U);
 }
 
 TEST(ContainerCases, F19_TenGenerationsOfForks) {
