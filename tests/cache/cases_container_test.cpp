@@ -25,6 +25,7 @@
 #include "cache/audit.hpp"
 #include "cache/block.hpp"
 #include "cache/counting_source.hpp"
+#include "cache/sanitized.hpp"
 
 namespace {
 
@@ -38,18 +39,6 @@ using turboquant::MemoryUse;
 using turboquant::npos;
 using turboquant::SequenceId;
 using turboquant::Status;
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
-#else
-constexpr bool kSanitized = false;
-#endif
 
 using Cache = KVCache<turboquant::TQ4>;
 

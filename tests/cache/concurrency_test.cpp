@@ -19,6 +19,7 @@
 
 #include "cache/audit.hpp"
 #include "cache/block.hpp"
+#include "cache/sanitized.hpp"
 
 namespace {
 
@@ -31,18 +32,6 @@ using turboquant::Status;
 
 using Cache = KVCache<turboquant::TQ4>;
 constexpr std::size_t kThreads = 4;
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
-#else
-constexpr bool kSanitized = false;
-#endif
 
 CacheConfig small_config() {
   CacheConfig config;

@@ -12,6 +12,8 @@
 #include "cache/block.hpp"
 #include "cache/counting_source.hpp"
 #include "cache/mirror.hpp"
+#include "cache/replaced_new.hpp"
+#include "cache/sanitized.hpp"
 
 // ---- operator new of this whole program counts the bytes that are out, and the most there ever were
 
@@ -24,7 +26,9 @@ struct alignas(64) Head {  // in front of every block
   std::size_t bytes;
 };
 
-void* take(std::size_t bytes, std::size_t alignment) noexcept {
+}  // namespace
+
+void* tests::take_block(std::size_t bytes, std::size_t alignment) noexcept {
   const std::size_t room = alignment < sizeof(Head) ? sizeof(Head) : alignment;
   void* origin = nullptr;
   if (posix_memalign(&origin, room, room + bytes) != 0) return nullptr;
@@ -36,45 +40,12 @@ void* take(std::size_t bytes, std::size_t alignment) noexcept {
   }
   return memory;
 }
-void give(void* memory) noexcept {
+void tests::give_block(void* memory) noexcept {
   if (memory == nullptr) return;
   const Head* head = reinterpret_cast<const Head*>(static_cast<std::byte*>(memory) - sizeof(Head));
   bytes_out -= head->bytes;
   std::free(head->origin);
 }
-void* take_or_throw(std::size_t bytes, std::size_t alignment) {
-  void* memory = take(bytes, alignment);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-constexpr std::size_t kDefault = __STDCPP_DEFAULT_NEW_ALIGNMENT__;
-
-}  // namespace
-
-#define TURBOQUANT_TEST_NEW [[gnu::noinline]] void*
-#define TURBOQUANT_TEST_DELETE [[gnu::noinline]] void
-// clang-format off
-TURBOQUANT_TEST_NEW operator new(std::size_t n) { return take_or_throw(n, kDefault); }
-TURBOQUANT_TEST_NEW operator new[](std::size_t n) { return take_or_throw(n, kDefault); }
-TURBOQUANT_TEST_NEW operator new(std::size_t n, const std::nothrow_t&) noexcept { return take(n, kDefault); }
-TURBOQUANT_TEST_NEW operator new[](std::size_t n, const std::nothrow_t&) noexcept { return take(n, kDefault); }
-TURBOQUANT_TEST_NEW operator new(std::size_t n, std::align_val_t a) { return take_or_throw(n, std::size_t(a)); }
-TURBOQUANT_TEST_NEW operator new[](std::size_t n, std::align_val_t a) { return take_or_throw(n, std::size_t(a)); }
-TURBOQUANT_TEST_NEW operator new(std::size_t n, std::align_val_t a, const std::nothrow_t&) noexcept { return take(n, std::size_t(a)); }
-TURBOQUANT_TEST_NEW operator new[](std::size_t n, std::align_val_t a, const std::nothrow_t&) noexcept { return take(n, std::size_t(a)); }
-TURBOQUANT_TEST_DELETE operator delete(void* p) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, std::size_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, std::size_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, const std::nothrow_t&) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, const std::nothrow_t&) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, std::align_val_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, std::align_val_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, std::size_t, std::align_val_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, std::size_t, std::align_val_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, std::align_val_t, const std::nothrow_t&) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, std::align_val_t, const std::nothrow_t&) noexcept { give(p); }
-// clang-format on
 
 namespace {
 
@@ -87,18 +58,6 @@ using turboquant::LayerShape;
 using turboquant::MemoryUse;
 using turboquant::SequenceId;
 using turboquant::Status;
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
-#else
-constexpr bool kSanitized = false;
-#endif
 
 Block keys_of(const LayerShape& shape, std::uint64_t stream, std::size_t begin, std::size_t end) {
   return gaussian_block(stream, end - begin, shape.kv_heads, shape.head_dim, 1, begin);

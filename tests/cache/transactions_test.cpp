@@ -15,6 +15,7 @@
 #include "cache/audit.hpp"
 #include "cache/block.hpp"
 #include "cache/counting_source.hpp"
+#include "cache/replaced_new.hpp"
 
 // ---- operator new of this whole program: counts what is alive, and fails on demand
 
@@ -40,50 +41,19 @@ struct Injector {
 };
 Injector injector;
 
-void* take(std::size_t bytes, std::size_t alignment) noexcept {
+}  // namespace
+
+void* tests::take_block(std::size_t bytes, std::size_t alignment) noexcept {
   if (injector.refuses()) return nullptr;
   void* memory = nullptr;
   if (posix_memalign(&memory, alignment, bytes == 0 ? 1 : bytes) != 0) return nullptr;
   ++injector.alive;
   return memory;
 }
-void give(void* memory) noexcept {
+void tests::give_block(void* memory) noexcept {
   if (memory != nullptr) --injector.alive;
   std::free(memory);
 }
-void* take_or_throw(std::size_t bytes, std::size_t alignment) {
-  void* memory = take(bytes, alignment);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-constexpr std::size_t kDefault = __STDCPP_DEFAULT_NEW_ALIGNMENT__;
-
-}  // namespace
-
-#define TURBOQUANT_TEST_NEW [[gnu::noinline]] void*
-#define TURBOQUANT_TEST_DELETE [[gnu::noinline]] void
-// clang-format off
-TURBOQUANT_TEST_NEW operator new(std::size_t n) { return take_or_throw(n, kDefault); }
-TURBOQUANT_TEST_NEW operator new[](std::size_t n) { return take_or_throw(n, kDefault); }
-TURBOQUANT_TEST_NEW operator new(std::size_t n, const std::nothrow_t&) noexcept { return take(n, kDefault); }
-TURBOQUANT_TEST_NEW operator new[](std::size_t n, const std::nothrow_t&) noexcept { return take(n, kDefault); }
-TURBOQUANT_TEST_NEW operator new(std::size_t n, std::align_val_t a) { return take_or_throw(n, std::size_t(a)); }
-TURBOQUANT_TEST_NEW operator new[](std::size_t n, std::align_val_t a) { return take_or_throw(n, std::size_t(a)); }
-TURBOQUANT_TEST_NEW operator new(std::size_t n, std::align_val_t a, const std::nothrow_t&) noexcept { return take(n, std::size_t(a)); }
-TURBOQUANT_TEST_NEW operator new[](std::size_t n, std::align_val_t a, const std::nothrow_t&) noexcept { return take(n, std::size_t(a)); }
-TURBOQUANT_TEST_DELETE operator delete(void* p) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, std::size_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, std::size_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, const std::nothrow_t&) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, const std::nothrow_t&) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, std::align_val_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, std::align_val_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, std::size_t, std::align_val_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, std::size_t, std::align_val_t) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete(void* p, std::align_val_t, const std::nothrow_t&) noexcept { give(p); }
-TURBOQUANT_TEST_DELETE operator delete[](void* p, std::align_val_t, const std::nothrow_t&) noexcept { give(p); }
-// clang-format on
 
 namespace {
 
