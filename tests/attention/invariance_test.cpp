@@ -126,7 +126,7 @@ TEST(Invariance, LongContextsGiveTheSameBitsByEveryRoute) {
   }
 }
 
-TEST(Invariance, DraftsVerifiedAtOnceEqualOneAtATime) {  // F03
+TEST(Invariance, F03_DraftsVerifiedAtOnceEqualOneAtATime) {
   for (const CacheConfig& config : configurations()) {
     const Stream stream(1, 130, 1, 32);
     Cache cache(config);
@@ -160,7 +160,7 @@ std::vector<std::uint32_t> branch_of(std::uint64_t word) {
   return tokens;
 }
 
-TEST(Invariance, ATreeOfDraftsEqualsItsBranchesOneAtATime) {
+TEST(Invariance, F03_ATreeOfDraftsEqualsItsBranchesOneAtATime) {
   for (CacheConfig config : configurations()) {
     config.recent_tokens += 11;
     config.rollback_tokens += 11;

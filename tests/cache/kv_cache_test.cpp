@@ -559,7 +559,7 @@ TEST(KVCache, TrueBitsPerCoordinate) {
   EXPECT_NEAR(wide_center - four, 0.125, 1e-9);
 }
 
-TEST(KVCache, AWindowedLayerLetsGo) {  // F15
+TEST(KVCache, F15_AWindowedLayerLetsGo) {
   CountingSource memory;
   CacheConfig config = small_config();
   config.layers[0].window = 128;
@@ -812,7 +812,7 @@ TEST(KVCache, F13_WhatWasCapturedBeforeStays) {
   EXPECT_GT(cache.memory().page_bytes, use.page_bytes);
 }
 
-TEST(KVCache, F16_F17_SequencesOfABatchKeepToThemselves) {
+TEST(KVCache, F16_SequencesOfABatchKeepToThemselves) {
   // Another sequence 1e4 times as large in the same call, and outliers at different positions, with first tokens kept.
   CacheConfig config = small_config();
   config.first_tokens = 4;

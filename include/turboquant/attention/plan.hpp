@@ -105,7 +105,9 @@ struct PlanState {
   void unmark() noexcept {
     for (PlannedItem& planned : items) {
       if (planned.reads) planned.sequence->readers.fetch_sub(1, std::memory_order_release);
-      if (planned.appends() && planned.sequence->pending == this) planned.sequence->pending = nullptr;
+      if (planned.appends() && planned.sequence->pending == this) {
+        planned.sequence->pending.store(nullptr, std::memory_order_release);  // it may be released from here on
+      }
     }
     armed = false;
   }

@@ -31,20 +31,35 @@ class CacheCore : public SequenceEdits {
     Sequence* source = nullptr;
     if (const Status status = mutable_sequence(source_id, source); status.code != Status::ok) return status;
     if (const Status status = check_shorten(*source, length); status.code != Status::ok) return status;
-    // Children share finished pages, so nobody may still be writing them.
-    if (const Status status = finish_pages(*source); status.code != Status::ok) return status;
+    // All memory of the child first, so that a failure changes nothing.
     Sequence* child = make_sequence();
     if (child == nullptr) return {Status::out_of_memory, "sequence"};
-    for (std::size_t l = 0; l < layers_.size(); ++l) {
+    Status status;
+    for (std::size_t l = 0; l < layers_.size() && status == Status::ok; ++l) {
       const LayerState& from = source->layers[l];
       LayerState& to = child->layers[l];
       if (!copy(from.entries, to.entries) || !copy(from.first_tiles, to.first_tiles) || !copy(from.tail, to.tail) ||
-          !copy(from.coding, to.coding)) {
-        // Nothing is shared yet: forget the pointers before they are released.
-        for (std::size_t k = 0; k <= l; ++k) forget_blocks(child->layers[k]);
-        destroy(child);
-        return {Status::out_of_memory, "sequence"};
+          !to.coding.reserve(from.coding.size() + pages_to_begin(from))) {
+        status = {Status::out_of_memory, "sequence"};
       }
+    }
+    SequenceId id;
+    if (status == Status::ok && !table_.insert(child, id)) status = {Status::out_of_memory, "sequence"};
+    // Children share finished pages, so nobody may still be writing them.
+    if (status == Status::ok) {
+      status = finish_pages(*source);
+      if (status != Status::ok) (void)table_.remove(id);
+    }
+    if (status != Status::ok) {
+      // Nothing is shared yet: forget the pointers before they are released.
+      for (std::size_t l = 0; l < layers_.size(); ++l) forget_blocks(child->layers[l]);
+      destroy(child);
+      return status;
+    }
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const LayerState& from = source->layers[l];
+      LayerState& to = child->layers[l];
+      (void)copy(from.coding, to.coding);  // room was made
       to.length = from.length;
       to.first = from.first;
       to.base = from.base;
@@ -52,12 +67,12 @@ class CacheCore : public SequenceEdits {
       to.tail_begin = from.tail_begin;
       to.held_begin = from.held_begin;
       to.dropped_entries = from.dropped_entries;
-    }
-    for (std::size_t l = 0; l < layers_.size(); ++l) {
-      for_each_block(child->layers[l], [](Block* block) { block->retain(); });
+      for_each_block(to, [](Block* block) { block->retain(); });
       shorten(*child, l, length);
     }
-    return adopt(child, created);
+    account(*child);
+    created = id;
+    return {};
   }
 
   Status truncate(SequenceId id, std::size_t length) noexcept {
@@ -197,32 +212,33 @@ class CacheCore : public SequenceEdits {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
     if (const Status status = check_aligned(*sequence); status.code != Status::ok) return status;
-    if (const Status status = finish_pages(*sequence); status.code != Status::ok) return status;
     // All memory first, so that a failure changes nothing.
     std::size_t scratch_bytes = 0;
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
       scratch_bytes = (std::max)(scratch_bytes, layers_[l].encode_scratch_bytes());
-      if (!state.entries.reserve(state.entries.size() + state.coding.size() + 1)) {
+      if (!state.entries.reserve(state.entries.size() + state.coding.size() + pages_to_begin(state) + 1)) {
         return {Status::out_of_memory, "entries"};
       }
     }
     const Scratch scratch(scratch_bytes);
     Array<Block*> fresh;
-    bool enough = static_cast<bool>(scratch) && fresh.reserve(layers_.size());
-    for (std::size_t l = 0; enough && l < layers_.size(); ++l) {
+    Status status;
+    if (!scratch || !fresh.reserve(layers_.size())) status = {Status::out_of_memory, "pages"};
+    for (std::size_t l = 0; l < layers_.size() && status == Status::ok; ++l) {
       Block* block = nullptr;
       if (tokens_to_seal(sequence->layers[l]) > 0) {
         block = pool_.acquire(layers_[l].page_class);  // a reserve is for tokens to come
-        enough = block != nullptr;
+        if (block == nullptr) status = {Status::out_of_memory, "pages"};
       }
       (void)fresh.push_back(block);
     }
-    if (!enough) {
+    if (status == Status::ok) status = finish_pages(*sequence);
+    if (status != Status::ok) {
       for (Block* block : fresh) {
         if (block != nullptr) pool_.release(block);
       }
-      return {Status::out_of_memory, "pages"};
+      return status;
     }
     for (std::size_t l = 0; l < layers_.size(); ++l) seal(*sequence, l, fresh[l], scratch.get());
     account(*sequence);

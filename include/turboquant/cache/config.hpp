@@ -24,8 +24,8 @@ struct LayerShape {
 
 /// A whole cache. Token counts are per sequence.
 struct CacheConfig {
-  std::vector<LayerShape> layers = std::vector<LayerShape>(1);
-  std::size_t page_tokens = 64;      ///< tokens per page: a multiple of 16, at most 256
+  std::vector<LayerShape> layers = std::vector<LayerShape>(1);  // not {LayerShape{}}: g++ 12 warns of that, wrongly
+  std::size_t page_tokens = 64;                                 ///< tokens per page: a multiple of 16, at most 256
   std::size_t recent_tokens = 64;    ///< at least so many of the newest tokens are read raw (bf16)
   std::size_t first_tokens = 0;      ///< so many of the first tokens stay raw for ever (attention sinks)
   std::size_t rollback_tokens = 32;  ///< truncating by at most so many leaves no trace

@@ -60,12 +60,15 @@ struct LayerState {
 struct Sequence {
   std::unique_ptr<LayerState[]> layers;
   std::unique_ptr<Array<Block*>[]> reserved;  // per size class: blocks set aside by reserve()
-  const void* pending = nullptr;              // the plan that appends to this sequence
+  std::atomic<const void*> pending{nullptr};  // the plan that appends to this sequence
   std::size_t pending_item = 0;               // its item there
   std::atomic<std::uint32_t> readers{0};      // plans that read this sequence and have not ended
   std::size_t accounted_bytes = 0;            // what the cache's total of table bytes holds for this sequence
 
-  bool is_planned() const { return pending != nullptr || readers.load(std::memory_order_acquire) != 0; }
+  // May be asked while another thread runs the plan: it ends with the store that this load acquires.
+  bool is_planned() const {
+    return pending.load(std::memory_order_acquire) != nullptr || readers.load(std::memory_order_acquire) != 0;
+  }
 };
 
 // Sequences by id. Look-up takes no lock; slots never move.
