@@ -169,7 +169,9 @@ inline constexpr Operations kOperations = {
 template <class F>
 const Operations* operations_of(Isa isa) noexcept {
 #if defined(TURBOQUANT_HAS_AVX2)
-  if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
+  if constexpr (is_built(Isa::avx2)) {
+    if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
+  }
 #endif
   static_cast<void>(isa);
   return &kOperations<F, kernels::Portable>;
