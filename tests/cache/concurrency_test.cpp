@@ -543,7 +543,8 @@ TEST(Concurrency, C02_FirstUseFromManyThreads) {
   ASSERT_NE(wanted, 0U);
   std::array<char, 4096> path{};
   ASSERT_GT(readlink("/proc/self/exe", path.data(), path.size() - 1), 0);
-  const std::string command = "'" + std::string(path.data()) + "' --gtest_filter=" + kFirstUse + " 2>&1";
+  std::string command = "'";
+  command.append(path.data()).append("' --gtest_filter=").append(kFirstUse).append(" 2>&1");
   for (int start = 0; start < (kSanitized ? 3 : 20); ++start) {
     FILE* process = popen(command.c_str(), "r");
     ASSERT_NE(process, nullptr);
