@@ -11,7 +11,7 @@ namespace {
 
 using namespace turboquant;
 
-constexpr Isa kAll[] = {Isa::portable, Isa::avx2};
+constexpr Isa kAll[] = {Isa::portable, Isa::avx2, Isa::avx512};
 
 [[noreturn]] void stop(const char* why, const char* what, int code) {
   std::printf("%s: %s\n", what, why);
@@ -33,6 +33,9 @@ Isa chosen_isa() {
 Table operations_on(Isa isa) {
 #if defined(TURBOQUANT_HAS_AVX2)
   if (isa == Isa::avx2 && is_supported(isa)) return avx2_operations();
+#endif
+#if defined(TURBOQUANT_HAS_AVX512)
+  if (isa == Isa::avx512 && is_supported(isa)) return avx512_operations();
 #endif
   static_cast<void>(isa);
   return portable_operations();

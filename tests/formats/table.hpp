@@ -39,5 +39,8 @@ Table portable_operations();
 #if defined(TURBOQUANT_HAS_AVX2)
 Table avx2_operations();
 #endif
+#if defined(TURBOQUANT_HAS_AVX512)
+Table avx512_operations();
+#endif
 
 }  // namespace tests

@@ -175,6 +175,11 @@ struct OperationsOf {
       if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
     }
 #endif
+#if defined(TURBOQUANT_HAS_AVX512)
+    if constexpr (is_built(Isa::avx512)) {
+      if (isa == Isa::avx512 && is_supported(isa)) return &kOperations<F, kernels::Avx512>;
+    }
+#endif
     static_cast<void>(isa);
     return &kOperations<F, kernels::Portable>;
   }
