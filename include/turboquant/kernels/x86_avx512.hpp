@@ -216,11 +216,11 @@ struct Avx512Kernels : PortableKernels<V> {
       s.logits = logits + (first - row_begin) * stride;
       s.stride = stride;
       s.planes = planes;
-      const std::uint8_t* next = first == row_begin ? part.next : nullptr;
-      if (rows * planes == 8) score_rows<8>(part, reader, codes, tile_begin, tile_end, s, next);
-      if (rows * planes == 4) score_rows<4>(part, reader, codes, tile_begin, tile_end, s, next);
-      if (rows * planes == 2) score_rows<2>(part, reader, codes, tile_begin, tile_end, s, next);
-      if (rows * planes == 1) score_rows<1>(part, reader, codes, tile_begin, tile_end, s, next);
+      s.distance = first == row_begin ? distance_to_next(part) : 0;
+      if (rows * planes == 8) score_rows<8>(part, reader, codes, tile_begin, tile_end, s);
+      if (rows * planes == 4) score_rows<4>(part, reader, codes, tile_begin, tile_end, s);
+      if (rows * planes == 2) score_rows<2>(part, reader, codes, tile_begin, tile_end, s);
+      if (rows * planes == 1) score_rows<1>(part, reader, codes, tile_begin, tile_end, s);
       first += rows;
     }
   }
@@ -315,7 +315,7 @@ struct Avx512Kernels : PortableKernels<V> {
         }
       }
       Accumulation a{&planes[0][0][0],         sums + first, center,
-                     out + first * out_stride, out_stride,   first == 0 ? part.next : nullptr};
+                     out + first * out_stride, out_stride,   first == 0 ? distance_to_next(part) : 0};
       if (set == 8) accumulate_rows<8>(part, reader, codes, tile_begin, tile_end, a);
       if (set == 4) accumulate_rows<4>(part, reader, codes, tile_begin, tile_end, a);
       if (set == 2) accumulate_rows<2>(part, reader, codes, tile_begin, tile_end, a);
@@ -358,7 +358,8 @@ struct Avx512Kernels : PortableKernels<V> {
   struct Count {
     static constexpr std::size_t value = N;
   };
-  // visit(Count<0>()), ..., visit(Count<N - 1>()): unrolled at any level, so that arrays of sums become registers.
+  // visit(Count<0>()), ..., visit(Count<N - 1>()): unrolled, so that arrays of sums become registers; what calls it is
+  // flattened.
   template <std::size_t N, class Visit>
   [[gnu::always_inline]] static void repeat(Visit visit) {
     repeat_each(visit, std::make_index_sequence<N>());
@@ -418,12 +419,19 @@ struct Avx512Kernels : PortableKernels<V> {
     const auto bytes = static_cast<std::size_t>(part.fragments - part.begin());
     for (std::size_t i = 0; i < bytes; i += 64) fetch_line(part.next + i);
   }
-  // The bytes of a fragment in the part that is read next.
-  template <std::size_t kBytes>
-  static void fetch_fragment(const CodedPart& part, const std::uint8_t* fragment, const std::uint8_t* next) {
-    if (next == nullptr) return;
-    const std::uint8_t* from = next + (fragment - part.begin());
-    for (std::size_t i = 0; i < kBytes; i += 64) fetch_line(from + i);
+  // How far behind a byte of this part the same byte of the part that is read next lies; 0 without such a part: then
+  // fetching asks for what is being read.
+  static std::ptrdiff_t distance_to_next(const CodedPart& part) {
+    if (part.next == nullptr) return 0;
+    return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(part.next) -
+                                       reinterpret_cast<std::uintptr_t>(part.begin()));
+  }
+  template <unsigned kBits>
+  static void fetch_fragment(const std::uint8_t* fragment, std::ptrdiff_t distance) {
+    const auto from = reinterpret_cast<std::uintptr_t>(fragment) + static_cast<std::uintptr_t>(distance);
+    for (std::size_t i = 0; i < layout::fragment_bytes(kBits); i += 64) {
+      fetch_line(reinterpret_cast<const void*>(from + i));
+    }
   }
 
   // The queries of one call of score_rows, kRows planes of them.
@@ -436,19 +444,20 @@ struct Avx512Kernels : PortableKernels<V> {
     const float* factor;
     float* logits;
     std::size_t stride;
+    std::ptrdiff_t distance;  // to the part that is read next
   };
 
   template <std::size_t kRows, class Reader, class Codes>
   static void score_rows(const CodedPart& part, const Reader& reader, const Codes& codes, std::size_t tile_begin,
-                         std::size_t tile_end, const Scoring& s, const std::uint8_t* next) {
+                         std::size_t tile_end, const Scoring& s) {
     std::size_t tile = tile_begin;
-    for (; tile + 2 <= tile_end; tile += 2) score_tiles<kRows, 2>(part, reader, codes, tile, s, next);
-    for (; tile < tile_end; ++tile) score_tiles<kRows, 1>(part, reader, codes, tile, s, next);
+    for (; tile + 2 <= tile_end; tile += 2) score_tiles<kRows, 2>(part, reader, codes, tile, s);
+    for (; tile < tile_end; ++tile) score_tiles<kRows, 1>(part, reader, codes, tile, s);
   }
 
   template <std::size_t kRows, std::size_t kTiles, class Reader, class Codes>
-  static void score_tiles(const CodedPart& part, const Reader& reader, const Codes& codes, std::size_t tile,
-                          const Scoring& s, const std::uint8_t* next) {
+  [[gnu::flatten]] static void score_tiles(const CodedPart& part, const Reader& reader, const Codes& codes,
+                                           std::size_t tile, const Scoring& s) {
     constexpr std::size_t kSums = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // of a row
     __m512i sums[kTiles][kRows][kSums];
     repeat<kTiles * kRows>([&](auto at) {
@@ -461,7 +470,7 @@ struct Avx512Kernels : PortableKernels<V> {
       repeat<kTiles>([&](auto t) {
         const std::uint8_t* fragment = Base::fragment_at(layout::Side::key, part, codes, tile + t.value, group);
         reader.read(fragment, Base::history_of(layout::Side::key, part, codes, tile + t.value, group), levels[t.value]);
-        fetch_fragment<layout::fragment_bytes(Codes::bits)>(part, fragment, next);
+        fetch_fragment<Codes::bits>(fragment, s.distance);
       });
       repeat<4 * kRows>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kRows, kRow = decltype(at)::value % kRows;
@@ -509,7 +518,7 @@ struct Avx512Kernels : PortableKernels<V> {
     const float* center;
     float* out;
     std::size_t stride;
-    const std::uint8_t* next;
+    std::ptrdiff_t distance;  // to the part that is read next
   };
 
   template <std::size_t kRows, class Reader, class Codes>
@@ -525,8 +534,9 @@ struct Avx512Kernels : PortableKernels<V> {
   }
 
   template <std::size_t kRows, std::size_t kGroups, class Reader, class Codes>
-  static void accumulate_groups(const CodedPart& part, const Reader& reader, const Codes& codes, std::size_t tile_begin,
-                                std::size_t tile_end, const Accumulation& a, std::size_t group) {
+  [[gnu::flatten]] static void accumulate_groups(const CodedPart& part, const Reader& reader, const Codes& codes,
+                                                 std::size_t tile_begin, std::size_t tile_end, const Accumulation& a,
+                                                 std::size_t group) {
     constexpr std::size_t kPlanes = 2 * kRows, kSums = kRows * kGroups == 1 ? 4 : kRows * kGroups == 2 ? 2 : 1;
     __m512i sums[kGroups][kPlanes][kSums];
     repeat<kGroups * kPlanes * kSums>([&](auto at) {
@@ -539,7 +549,7 @@ struct Avx512Kernels : PortableKernels<V> {
         const std::uint8_t* fragment = Base::fragment_at(layout::Side::value, part, codes, tile, group + g.value);
         reader.read(fragment, Base::history_of(layout::Side::value, part, codes, tile, group + g.value),
                     levels[g.value]);
-        fetch_fragment<layout::fragment_bytes(Codes::bits)>(part, fragment, a.next);
+        fetch_fragment<Codes::bits>(fragment, a.distance);
       });
       repeat<4 * kPlanes>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kPlanes, kPlane = decltype(at)::value % kPlanes;
