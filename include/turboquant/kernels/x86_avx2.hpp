@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 // The region adds AVX2 to what the translation unit may use anyway, and no fused multiply-add: built without flags,
 // every float product is rounded, as in the portable kernels. (Taking AVX-512 away from a unit that has it is no
@@ -26,11 +27,10 @@
 
 namespace turboquant::kernels {
 
-// Half a fragment, eight depths of its 16 lanes, unpacked to four registers of 32 bytes level + 128: register 2 k + h
-// has the lanes 8 h to 8 h + 7, four bytes each. Split into the even and the odd bytes, each lane becomes two pairs of
-// depths, for two vpmaddwd without any lane crossing. Which pairs, a reader says: `even(k)` and `odd(k)` are numbers
-// into (0, 2), (1, 3), (4, 6), (5, 7). That levels are unsigned saves a shift; the sums then are too large by 128 times
-// the sum of the numbers, and right modulo 2^32 once that is taken off.
+// Unpacks half a fragment, eight depths of its 16 lanes, to four registers of 32 bytes level + 128: register 2 k + h
+// has the lanes 8 h to 8 h + 7, four bytes each. Its even and its odd bytes are two pairs of depths per lane, each for
+// one vpmaddwd: the pairs `even(k)` and `odd(k)` of (0, 2), (1, 3), (4, 6), (5, 7). That levels are unsigned saves a
+// shift; the sums are then too large by 128 times the sum of the numbers, and right modulo 2^32 once that is taken off.
 template <class Codes>
 struct Avx2Reader;
 
@@ -113,13 +113,13 @@ struct Avx2Reader<TrellisCodes<B>> : Avx2Plain {
   static constexpr std::size_t even(std::size_t k) { return B == 4 ? k : 2 * k; }
   static constexpr std::size_t odd(std::size_t k) { return B == 4 ? k + 2 : 2 * k + 1; }
 
-  // From 16 lanes of four planes, 0 and 1 in `a`, 2 and 3 in `b`, to one register per 8 lanes, whose 128-bit lanes have
-  // four bytes of each plane for four lanes.
+  // The planes 0, 1 (in a) and 2, 3 (in b) of 16 lanes, to one register per 8 lanes: of every four lanes, four bytes of
+  // plane 0, then 2, 1 and 3.
   [[gnu::always_inline]] static void gather(__m256i a, __m256i b, __m256i (&lanes)[2]) {
     lanes[0] = _mm256_permute4x64_epi64(_mm256_unpacklo_epi32(a, b), 0xd8);
     lanes[1] = _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(a, b), 0xd8);
   }
-  // (a0 a2 a1 a3: gather leaves plane 0, 2, 1, 3) bytes at x, y of a lane's four become its 16-bit numbers.
+  // Two numbers of 16 bits per lane, of the bytes at these places of what gather left, for the first of four lanes.
   [[gnu::always_inline]] static __m256i pick(__m256i lanes, int low0, int high0, int low1, int high1) {
     const auto at = [&](int lane) {
       return (low0 + lane) | (high0 + lane) << 8 | (low1 + lane) << 16 | (high1 + lane) << 24;
@@ -135,7 +135,7 @@ struct Avx2Reader<TrellisCodes<B>> : Avx2Plain {
     return _mm256_add_epi8(_mm256_sign_epi8(a, _mm256_or_si256(w, _mm256_set1_epi8(1))), b);
   }
 
-  // Windows from 16-bit numbers: even bytes x * even >> 16, odd bytes x * odd >> 8.
+  // Windows cut from 16-bit numbers: the even bytes are x * even >> 16, the odd ones y * odd >> 8, modulo 256.
   [[gnu::always_inline]] static __m256i windows(__m256i x, __m256i y, int even0, int even1, int odd0, int odd1) {
     const __m256i low = _mm256_mulhi_epu16(x, _mm256_set1_epi32(even0 | even1 << 16));
     const __m256i high = _mm256_mullo_epi16(y, _mm256_set1_epi32(odd0 | odd1 << 16));
@@ -223,22 +223,7 @@ template <class V>
 struct Avx2Kernels : Avx2Encoders<V> {
   static constexpr const char* name = "avx2";
 
-  // ---- rotation
-
-  [[gnu::flatten]] static void rotate(const RotationView& r, const float* in, float* out) {
-    Base::rotate_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
-  }
-  [[gnu::flatten]] static void rotate_back(const RotationView& r, const float* in, float* out) {
-    Base::rotate_back_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
-  }
-
-  // ---- queries and logits
-
-  [[gnu::flatten]] static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block,
-                                             std::size_t r) {
-    Base::prepare_query_by(rotation, q, block, r,
-                           [](const RotationView& v, const float* in, float* out) { rotate(v, in, out); });
-  }
+  // ---- logits
 
   template <class Codes>
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
@@ -247,17 +232,17 @@ struct Avx2Kernels : Avx2Encoders<V> {
     alignas(32) std::int16_t numbers[kBlock * kMaxRow];
     alignas(32) std::uint8_t unpacked[16 * kMaxRow];
     alignas(32) float center[kMaxRow];
-    if (part.center_bits != 0) decode_center8(part, center);
+    decode_center8(part, center);
     const std::size_t groups = part.dim / 16, tile_bytes = groups * layout::fragment_bytes(Codes::bits);
     const Avx2Reader<Codes> reader(codes);
     std::ptrdiff_t ahead = fetch_head(part);
     for (std::size_t first = row_begin; first < row_end; first += kBlock, ahead = 0) {
       const std::size_t rows = (std::min)(kBlock, row_end - first);
       std::int32_t start[kBlock];
-      float shared[kBlock] = {};
+      float shared[kBlock];
       for (std::size_t r = 0; r < rows; ++r) {
         start[r] = pair_query(block, first + r, numbers + r * part.dim);
-        if (part.center_bits != 0) shared[r] = dot(block.rotated + (first + r) * block.dim, center, block.dim);
+        shared[r] = part.center_bits != 0 ? dot(block.rotated + (first + r) * block.dim, center, block.dim) : 0.0f;
       }
       for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
         const std::uint8_t* fragments = part.fragments + tile * tile_bytes;
@@ -273,12 +258,23 @@ struct Avx2Kernels : Avx2Encoders<V> {
 
   static void score_raw(const bfloat16* keys, std::size_t count, const QueryBlock& block, std::size_t row_begin,
                         std::size_t row_end, const float* factor, float* logits, std::size_t stride) {
-    alignas(32) float key[kMaxRow];
-    for (std::size_t t = 0; t < count; ++t) {
-      for (std::size_t i = 0; i < block.dim; i += 8) _mm256_store_ps(key + i, widen8(keys + t * block.dim + i));
+    constexpr std::size_t kTokens = 4;
+    alignas(32) float widened[kTokens * kMaxRow];
+    for (std::size_t t = 0; t < count; t += kTokens) {
+      const std::size_t tokens = (std::min)(kTokens, count - t);
+      for (std::size_t i = 0; i < tokens * block.dim; i += 8) {
+        _mm256_store_ps(widened + i, widen8(keys + t * block.dim + i));
+      }
       for (std::size_t r = row_begin; r < row_end; ++r) {
-        logits[(r - row_begin) * stride + t] =
-            Base::saturate(dot(block.normal + r * block.dim, key, block.dim) * factor[r]);
+        const float* query = block.normal + r * block.dim;
+        float* to = logits + (r - row_begin) * stride + t;
+        float dots[kTokens];
+        if (tokens == kTokens) {
+          dot_rows<kTokens>(query, widened, block.dim, dots);
+        } else {
+          for (std::size_t k = 0; k < tokens; ++k) dot_rows<1>(query, widened + k * block.dim, block.dim, dots + k);
+        }
+        for (std::size_t k = 0; k < tokens; ++k) to[k] = Base::saturate(dots[k] * factor[r]);
       }
     }
   }
@@ -293,29 +289,40 @@ struct Avx2Kernels : Avx2Encoders<V> {
                             SoftmaxState& state) {
     float largest = state.sum > 0 ? state.largest : logits[low];
     std::size_t t = low;
-    if (high - low >= 8) {
-      __m256 most = _mm256_set1_ps(largest);
-      for (; t + 8 <= high; t += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(logits + t));
-      alignas(32) float lanes[8];
-      _mm256_store_ps(lanes, most);
-      for (const float x : lanes) largest = (std::max)(largest, x);
+    if (high - low >= 16) {
+      __m256 most[2] = {_mm256_set1_ps(largest), _mm256_set1_ps(largest)};
+      for (; t + 16 <= high; t += 16) {
+        most[0] = _mm256_max_ps(most[0], _mm256_loadu_ps(logits + t));
+        most[1] = _mm256_max_ps(most[1], _mm256_loadu_ps(logits + t + 8));
+      }
+      largest = maximum(_mm256_max_ps(most[0], most[1]));
     }
     for (; t < high; ++t) largest = (std::max)(largest, logits[t]);
-    const float factor = state.sum > 0 ? Base::exp_negative(state.largest - largest) : 0.0f;
+    float factor = 0.0f;
+    if (state.sum > 0) factor = largest > state.largest ? Base::exp_negative(state.largest - largest) : 1.0f;
     for (t = begin; t < low; ++t) logits[t] = 0;
     for (t = high; t < end; ++t) logits[t] = 0;
+    // Blocks of 16 by index, so that sums have the lanes of the portable kernel; the ragged ones in a buffer. Whatever
+    // a compiler makes of the polynomial, it is one for all: a weight does not depend on where its range begins.
     const __m256 top = _mm256_set1_ps(largest);
-    // The last few in a buffer: whatever a compiler makes of the polynomial, it is one for all, so that a weight does
-    // not depend on where its range begins.
-    alignas(32) float rest[8] = {};
-    for (t = low; t < high; t += 8) {
-      const std::size_t count = (std::min)(high - t, std::size_t{8});
-      float* at = count == 8 ? logits + t : rest;
-      if (count < 8) std::copy_n(logits + t, count, rest);
-      _mm256_storeu_ps(at, exp_negative8(_mm256_sub_ps(_mm256_loadu_ps(at), top)));
-      if (count < 8) std::copy_n(rest, count, logits + t);
+    __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (t = low - low % 16; t < high; t += 16) {
+      const std::size_t from = (std::max)(t, low), count = (std::min)(t + 16, high) - from;
+      alignas(32) float ragged[16];
+      float* at = count == 16 ? logits + t : ragged;
+      if (count < 16) {
+        std::fill_n(ragged, 16, -3e38f);
+        std::copy_n(logits + from, count, ragged + (from - t));
+      }
+      const __m256 a = exp_negative8(_mm256_sub_ps(_mm256_loadu_ps(at), top));
+      const __m256 b = exp_negative8(_mm256_sub_ps(_mm256_loadu_ps(at + 8), top));
+      _mm256_storeu_ps(at, a);
+      _mm256_storeu_ps(at + 8, b);
+      if (count < 16) std::copy_n(ragged + (from - t), count, logits + from);
+      sums[0] = _mm256_add_ps(sums[0], a);
+      sums[1] = _mm256_add_ps(sums[1], b);
     }
-    state.sum = state.sum * factor + sum_by_lane(logits, begin, end);
+    state.sum = state.sum * factor + tree(sums[0], sums[1]);
     state.largest = largest;
     return factor;
   }
@@ -330,10 +337,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
       most = _mm256_max_ps(most, x);
       _mm256_storeu_ps(product + t, x);
     }
-    alignas(32) float lanes[8];
-    _mm256_store_ps(lanes, most);
-    float largest = 0;
-    for (const float x : lanes) largest = (std::max)(largest, x);
+    const float largest = maximum(most);
     sums.probability = sum_by_lane(p, begin, end);
     if (part.zero_points != nullptr) {
       float zero[kMaxPage];
@@ -387,19 +391,25 @@ struct Avx2Kernels : Avx2Encoders<V> {
 
   static void accumulate_raw(const bfloat16* values, std::size_t count, std::size_t dim, std::size_t rows,
                              const float* p, std::size_t p_stride, float* out, std::size_t out_stride) {
-    for (std::size_t r = 0; r < rows; ++r) {
-      for (std::size_t i = 0; i < dim; i += 16) {
-        float* to = out + r * out_stride + i;
-        __m256 a = _mm256_loadu_ps(to), b = _mm256_loadu_ps(to + 8);
-        for (std::size_t t = 0; t < count; ++t) {
-          const float probability = p[r * p_stride + t];
-          if (!(probability > 0)) continue;
-          const __m256 weight = _mm256_set1_ps(probability);
-          a = _mm256_add_ps(a, _mm256_mul_ps(weight, widen8(values + t * dim + i)));
-          b = _mm256_add_ps(b, _mm256_mul_ps(weight, widen8(values + t * dim + i + 8)));
+    constexpr std::size_t kTokens = 16;  // widened once for all rows, 32 coordinates at a time
+    alignas(32) float widened[kTokens * 32];
+    for (std::size_t begin = 0; begin < count; begin += kTokens) {
+      const std::size_t tokens = (std::min)(kTokens, count - begin);
+      for (std::size_t i = 0; i < dim; i += 32) {
+        const std::size_t vectors = (std::min)(dim - i, std::size_t{32}) / 8;
+        for (std::size_t t = 0; t < tokens; ++t) {
+          const bfloat16* from = values + (begin + t) * dim + i;
+          for (std::size_t v = 0; v < vectors; ++v) _mm256_store_ps(widened + t * 32 + v * 8, widen8(from + v * 8));
         }
-        _mm256_storeu_ps(to, a);
-        _mm256_storeu_ps(to + 8, b);
+        for (std::size_t r = 0; r < rows; ++r) {
+          const float* weights = p + r * p_stride + begin;
+          float* to = out + r * out_stride + i;
+          if (vectors == 4) {
+            add_weighted<4>(widened, tokens, weights, to);
+          } else {
+            add_weighted<2>(widened, tokens, weights, to);
+          }
+        }
       }
     }
   }
@@ -410,42 +420,11 @@ struct Avx2Kernels : Avx2Encoders<V> {
 
  private:
   using Base = PortableKernels<V>;
-  using Base::kMaxPage;
-  using Base::kMaxRow;
-
+  using Base::kMaxPage, Base::kMaxRow;
   static constexpr std::size_t kRows = 4;    // whose sums stay in registers
   static constexpr std::size_t kBlock = 16;  // rows that share one unpacking
   template <std::size_t N>
-  struct Count {
-    static constexpr std::size_t value = N;
-  };
-
-  // In-place Walsh-Hadamard transform, butterflies of growing distance, as the portable one.
-  static void sylvester(float* x, std::size_t n) {
-    if (n < 8) {
-      Base::sylvester(x, n);
-      return;
-    }
-    for (std::size_t i = 0; i < n; i += 8) {
-      __m256 v = _mm256_loadu_ps(x + i);
-      __m256 other = _mm256_permute_ps(v, 0xb1);
-      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xaa);
-      other = _mm256_permute_ps(v, 0x4e);
-      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xcc);
-      other = _mm256_permute2f128_ps(v, v, 1);
-      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xf0);
-      _mm256_storeu_ps(x + i, v);
-    }
-    for (std::size_t h = 8; h < n; h *= 2) {
-      for (std::size_t block = 0; block < n; block += 2 * h) {
-        for (std::size_t i = block; i < block + h; i += 8) {
-          const __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + h);
-          _mm256_storeu_ps(x + i, _mm256_add_ps(a, b));
-          _mm256_storeu_ps(x + i + h, _mm256_sub_ps(a, b));
-        }
-      }
-    }
-  }
+  using Count = std::integral_constant<std::size_t, N>;
 
   static __m256 widen8(const bfloat16* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -625,14 +604,46 @@ struct Avx2Kernels : Avx2Encoders<V> {
     }
   }
 
-  // dim is a multiple of 16. 16 partial sums, then a tree, as the portable one.
-  static float dot(const float* a, const float* b, std::size_t dim) {
-    __m256 low = _mm256_setzero_ps(), high = low;
-    for (std::size_t i = 0; i < dim; i += 16) {
-      low = _mm256_add_ps(low, _mm256_mul_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i)));
-      high = _mm256_add_ps(high, _mm256_mul_ps(_mm256_loadu_ps(a + i + 8), _mm256_loadu_ps(b + i + 8)));
+  // to[0, 8 N) += the weighted sum of the rows [tokens][32]; tokens without weight are left out.
+  template <std::size_t N>
+  [[gnu::always_inline]] static void add_weighted(const float* rows, std::size_t tokens, const float* weights,
+                                                  float* to) {
+    __m256 sums[N];
+    for (std::size_t v = 0; v < N; ++v) sums[v] = _mm256_loadu_ps(to + v * 8);
+    for (std::size_t t = 0; t < tokens; ++t) {
+      if (!(weights[t] > 0)) continue;
+      const __m256 weight = _mm256_set1_ps(weights[t]);
+      for (std::size_t v = 0; v < N; ++v) {
+        sums[v] = _mm256_add_ps(sums[v], _mm256_mul_ps(weight, _mm256_load_ps(rows + t * 32 + v * 8)));
+      }
     }
-    return tree(low, high);
+    for (std::size_t v = 0; v < N; ++v) _mm256_storeu_ps(to + v * 8, sums[v]);
+  }
+
+  // Dot products of `a` with N rows b[n][dim], dim a multiple of 16: 16 partial sums each, then a tree, as the portable
+  // one.
+  template <std::size_t N>
+  [[gnu::always_inline]] static void dot_rows(const float* a, const float* b, std::size_t dim, float* dots) {
+    __m256 low[N], high[N];
+    for (std::size_t n = 0; n < N; ++n) low[n] = high[n] = _mm256_setzero_ps();
+    for (std::size_t i = 0; i < dim; i += 16) {
+      const __m256 first = _mm256_loadu_ps(a + i), second = _mm256_loadu_ps(a + i + 8);
+      for (std::size_t n = 0; n < N; ++n) {
+        low[n] = _mm256_add_ps(low[n], _mm256_mul_ps(first, _mm256_loadu_ps(b + n * dim + i)));
+        high[n] = _mm256_add_ps(high[n], _mm256_mul_ps(second, _mm256_loadu_ps(b + n * dim + i + 8)));
+      }
+    }
+    for (std::size_t n = 0; n < N; ++n) dots[n] = tree(low[n], high[n]);
+  }
+  static float dot(const float* a, const float* b, std::size_t dim) {
+    float result = 0;
+    dot_rows<1>(a, b, dim, &result);
+    return result;
+  }
+  static float maximum(__m256 x) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
   static float tree(__m256 low, __m256 high) {
     const __m256 eight = _mm256_add_ps(low, high);

@@ -1,4 +1,4 @@
-// Encoding on x86 with AVX2, the other half of kernels/x86_avx2.hpp.
+// Rotating and encoding on x86 with AVX2, the other half of kernels/x86_avx2.hpp.
 #pragma once
 
 #include <turboquant/kernels/portable.hpp>
@@ -21,10 +21,27 @@
 
 namespace turboquant::kernels {
 
-/// The encoding kernels of portable.hpp for AVX2: the portable text, compiled for this target, around a path search of
-/// its own.
+/// The rotating and encoding kernels of portable.hpp for AVX2: the portable text, compiled for this target, around a
+/// butterfly and a path search of its own.
 template <class V>
 struct Avx2Encoders : PortableKernels<V> {
+  // ---- rotation
+
+  [[gnu::flatten]] static void rotate(const RotationView& r, const float* in, float* out) {
+    Base::rotate_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
+  }
+  [[gnu::flatten]] static void rotate_back(const RotationView& r, const float* in, float* out) {
+    Base::rotate_back_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
+  }
+
+  [[gnu::flatten]] static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block,
+                                             std::size_t r) {
+    Base::prepare_query_by(rotation, q, block, r,
+                           [](const RotationView& v, const float* in, float* out) { rotate(v, in, out); });
+  }
+
+  // ---- encoding
+
   [[gnu::flatten]] static bfloat16 center_rows(float* rows, std::size_t count, std::size_t dim, unsigned bits,
                                                std::uint8_t* center) {
     return Base::center_rows(rows, count, dim, bits, center);
@@ -132,6 +149,33 @@ struct Avx2Encoders : PortableKernels<V> {
   using Base = PortableKernels<V>;
   using Trellis = PortableTrellis<Avx2Encoders>;
   friend Trellis;
+
+  // In-place Walsh-Hadamard transform, butterflies of growing distance, as the portable one.
+  static void sylvester(float* x, std::size_t n) {
+    if (n < 8) {
+      Base::sylvester(x, n);
+      return;
+    }
+    for (std::size_t i = 0; i < n; i += 8) {
+      __m256 v = _mm256_loadu_ps(x + i);
+      __m256 other = _mm256_permute_ps(v, 0xb1);
+      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xaa);
+      other = _mm256_permute_ps(v, 0x4e);
+      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xcc);
+      other = _mm256_permute2f128_ps(v, v, 1);
+      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xf0);
+      _mm256_storeu_ps(x + i, v);
+    }
+    for (std::size_t h = 8; h < n; h *= 2) {
+      for (std::size_t block = 0; block < n; block += 2 * h) {
+        for (std::size_t i = block; i < block + h; i += 8) {
+          const __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + h);
+          _mm256_storeu_ps(x + i, _mm256_add_ps(a, b));
+          _mm256_storeu_ps(x + i + h, _mm256_sub_ps(a, b));
+        }
+      }
+    }
+  }
 
   // Costs of the states that 16 successive windows come from, each for 2^B windows.
   template <unsigned B>
