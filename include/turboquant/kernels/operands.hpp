@@ -41,7 +41,8 @@ struct CodedPart {
   const bfloat16* scales = nullptr;       ///< page_tokens
   const bfloat16* zero_points = nullptr;  ///< page_tokens, or null
   const std::uint8_t* fragments = nullptr;
-  /// `begin()` of the same part of the page that is read next, to be fetched into the caches meanwhile: a hint; or null.
+  /// `begin()` of the same part of the page that is read next, to be fetched into the caches meanwhile: a hint; or
+  /// null.
   const std::uint8_t* next = nullptr;
 
   /// The first byte of the part: its sections lie one behind the other, fragments last.
