@@ -29,7 +29,13 @@ namespace baseline {
 // One per compilation of eigen_product.cpp.
 void compute_logits_eigen_portable(const float* query, const float* keys, std::size_t tokens, std::size_t dim,
                                    float* out);
+void prefill_eigen_portable(const float* queries, std::size_t count, const float* keys, const float* values,
+                            std::size_t tokens, std::size_t dim, float scale, float* out);
 #if defined(__x86_64__)
+void prefill_eigen_avx2(const float* queries, std::size_t count, const float* keys, const float* values,
+                        std::size_t tokens, std::size_t dim, float scale, float* out);
+void prefill_eigen_avx512(const float* queries, std::size_t count, const float* keys, const float* values,
+                          std::size_t tokens, std::size_t dim, float scale, float* out);
 void compute_logits_eigen_avx2(const float* query, const float* keys, std::size_t tokens, std::size_t dim, float* out);
 void compute_logits_eigen_avx512(const float* query, const float* keys, std::size_t tokens, std::size_t dim,
                                  float* out);
@@ -313,6 +319,16 @@ void compute_logits_eigen(Isa isa, const float* query, const float* keys, std::s
 #endif
   static_cast<void>(isa);
   compute_logits_eigen_portable(query, keys, tokens, dim, out);
+}
+
+void prefill_eigen(Isa isa, const float* queries, std::size_t count, const float* keys, const float* values,
+                   std::size_t tokens, std::size_t dim, float scale, float* out) {
+#if defined(__x86_64__)
+  if (isa == Isa::avx512) return prefill_eigen_avx512(queries, count, keys, values, tokens, dim, scale, out);
+  if (isa == Isa::avx2) return prefill_eigen_avx2(queries, count, keys, values, tokens, dim, scale, out);
+#endif
+  static_cast<void>(isa);
+  prefill_eigen_portable(queries, count, keys, values, tokens, dim, scale, out);
 }
 
 bool is_supported_group(std::size_t heads) { return heads == 1 || heads == 2 || heads == 4 || heads == 8; }
