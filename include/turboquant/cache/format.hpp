@@ -173,6 +173,11 @@ const Operations* operations_of(Isa isa) noexcept {
     if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
   }
 #endif
+#if defined(TURBOQUANT_HAS_NEON)
+  if constexpr (is_built(Isa::neon)) {
+    if (isa == Isa::neon && is_supported(isa)) return &kOperations<F, kernels::Neon>;
+  }
+#endif
   static_cast<void>(isa);
   return &kOperations<F, kernels::Portable>;
 }
