@@ -32,24 +32,30 @@
 
 namespace turboquant::kernels {
 
-inline __m512i load512(const void* from) { return _mm512_loadu_si512(from); }
-inline __m128i load128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-inline std::int32_t load32(const void* from) {
-  std::int32_t bits = 0;
-  std::memcpy(&bits, from, sizeof bits);
-  return bits;
-}
+// Of the unit's own target, as all that is defined here: units built with different flags share no symbol.
+template <class V>
+struct Avx512Loads {
+  static __m512i load512(const void* from) { return _mm512_loadu_si512(from); }
+  static __m128i load128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+  static std::int32_t load32(const void* from) {
+    std::int32_t bits = 0;
+    std::memcpy(&bits, from, sizeof bits);
+    return bits;
+  }
+};
 
 // Unpacks a fragment to one register of 64 levels per slot, byte 4 lane + b being depth 4 slot + b. kOffset is added to
 // every level, modulo 256: 128 makes them the unsigned operand of vpdpbusd, 0 the signed one.
 //
 // Byte permutes take six or seven bits of an index. Tables are repeated over the bits that do not belong to the code,
 // so that fields need no mask.
-template <class Codes, int kOffset>
+template <class V, class Codes, int kOffset>
 struct Avx512Reader;
 
-template <unsigned B, int kOffset>
-struct Avx512Reader<LevelCodes<B>, kOffset> {
+template <class V, unsigned B, int kOffset>
+struct Avx512Reader<V, LevelCodes<B>, kOffset> : Avx512Loads<V> {
+  using Avx512Loads<V>::load32, Avx512Loads<V>::load128, Avx512Loads<V>::load512;
+
   __m512i table, upper;  // the levels; at width 3 those without and with the third bit; at width 1 the two levels
 
   explicit Avx512Reader(const LevelCodes<B>& codes) {
@@ -98,8 +104,10 @@ struct Avx512Reader<LevelCodes<B>, kOffset> {
   }
 };
 
-template <unsigned B, int kOffset>
-struct Avx512Reader<TrellisCodes<B>, kOffset> {
+template <class V, unsigned B, int kOffset>
+struct Avx512Reader<V, TrellisCodes<B>, kOffset> : Avx512Loads<V> {
+  using Avx512Loads<V>::load128, Avx512Loads<V>::load512;
+
   __m512i lower, upper;  // A[w & 15] + B[w >> 4 & 7] + offset for the windows w modulo 128
 
   explicit Avx512Reader(const TrellisCodes<B>& codes) {
@@ -173,7 +181,7 @@ struct Avx512Reader<TrellisCodes<B>, kOffset> {
 /// 128 are the unsigned ones, and sums begin at -128 times the sum of the query; for values the weights are, in two
 /// planes of seven bits. Enough sums are kept side by side to cover the latency of four cycles: eight or sixteen.
 template <class V>
-struct Avx512Kernels : Avx512Encoders<V> {
+struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
   static constexpr const char* name = "avx512";
 
   // ---- queries and logits
@@ -184,7 +192,7 @@ struct Avx512Kernels : Avx512Encoders<V> {
                     float* logits, std::size_t stride) {
     alignas(64) float center[kMaxRow];
     if (part.center_bits != 0) decode_center(part, center);
-    const Avx512Reader<Codes, 128> reader(codes);
+    const Avx512Reader<V, Codes, 128> reader(codes);
     fetch_head(part);
     // A plane of a query is a row of its own until the end.
     const std::size_t planes = block.plane_count, most = 8 / planes;
@@ -284,7 +292,7 @@ struct Avx512Kernels : Avx512Encoders<V> {
                          const WeightSums* sums, float* out, std::size_t out_stride) {
     alignas(64) float center[kMaxRow];
     decode_center(part, center);
-    const Avx512Reader<Codes, 0> reader(codes);
+    const Avx512Reader<V, Codes, 0> reader(codes);
     fetch_head(part);
     for (std::size_t first = 0; first < rows;) {
       std::size_t set = 8;
@@ -331,6 +339,7 @@ struct Avx512Kernels : Avx512Encoders<V> {
 
  private:
   using Base = PortableKernels<V>;
+  using Avx512Loads<V>::load32, Avx512Loads<V>::load128;
   using Base::kMaxPage;
   using Base::kMaxRow;
 
