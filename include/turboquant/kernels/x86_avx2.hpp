@@ -447,7 +447,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
 
   // Fetches what lies before the fragments of the next page's part. Returns the distance to that part, 0 for none.
   static std::ptrdiff_t fetch_head(const CodedPart& part) {
-    if (part.next == nullptr) return 0;
+    if (part.next == nullptr || part.streams) return 0;
     for (std::ptrdiff_t at = 0; at < part.fragments - part.begin(); at += 64) fetch_line(part.next + at);
     return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(part.next) -
                                        reinterpret_cast<std::uintptr_t>(part.begin()));
