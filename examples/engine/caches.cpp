@@ -63,6 +63,7 @@ BatchItem item_of(const AttentionPart& part, SequenceId sequence, const Attentio
   item.values = {part.values, part.tokens, shape.kv_heads, shape.head_dim};
   item.queries = {part.queries, part.tokens, shape.heads, shape.head_dim};
   item.out = {part.out, part.tokens, shape.heads, shape.head_dim};
+  item.key_begin = part.first_key;
   return item;
 }
 
@@ -221,8 +222,11 @@ class RoundedCache final : public WholeTextCache {
           coded = end;
         }
         const std::size_t row = (t * shape().heads + head * shape().group()) * dim;
-        attend_rows(part.queries + row, shape().group(), seen_keys.data(), seen_values.data(), t + 1, dim,
-                    part.out + row);
+        const std::size_t begin = (std::min)(part.first_key, t + 1);
+        std::fill_n(part.out + row, shape().group() * dim, 0.0F);
+        if (begin == t + 1) continue;
+        attend_rows(part.queries + row, shape().group(), &seen_keys[begin * dim], &seen_values[begin * dim],
+                    t + 1 - begin, dim, part.out + row);
       }
     }
     const std::size_t coded = coded_end(tokens, tokens) - first;

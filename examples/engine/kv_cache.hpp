@@ -21,6 +21,7 @@ struct AttentionPart {
   const float* keys = nullptr;     // [tokens][kv_heads][head_dim]
   const float* values = nullptr;   // the same
   float* out = nullptr;            // [tokens][heads][head_dim]
+  std::size_t first_key = 0;       // keys before this one are there, but no query attends to them
 };
 
 /// Calls throw std::runtime_error if the cache refuses them.

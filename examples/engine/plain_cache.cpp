@@ -66,8 +66,12 @@ class PlainCache final : public KvCache {
         }
         for (std::size_t t = 0; t < part.tokens; ++t) {
           const std::size_t row = (t * shape_.heads + head * group) * dim;
-          attend_rows(part.queries + row, group, side.keys.data(), side.values.data(), before + t + 1, dim,
-                      part.out + row);
+          // A query that stands before the first key attends to nothing.
+          const std::size_t end = before + t + 1, begin = (std::min)(part.first_key, end);
+          std::fill_n(part.out + row, group * dim, 0.0F);
+          if (begin == end) continue;
+          attend_rows(part.queries + row, group, side.keys.data() + begin * dim, side.values.data() + begin * dim,
+                      end - begin, dim, part.out + row);
         }
       }
     }

@@ -1,0 +1,47 @@
+// A cache in front of another one.
+#pragma once
+
+#include "kv_cache.hpp"
+
+#include <chrono>
+#include <memory>
+#include <utility>
+
+namespace engine {
+
+/// Passes every call on.
+class CacheDecorator : public KvCache {
+ public:
+  explicit CacheDecorator(std::unique_ptr<KvCache> inner) : inner_(std::move(inner)) {}
+
+  std::size_t create() override { return inner_->create(); }
+  std::size_t fork(std::size_t sequence, std::size_t length) override { return inner_->fork(sequence, length); }
+  void truncate(std::size_t sequence, std::size_t length) override { inner_->truncate(sequence, length); }
+  void release(std::size_t sequence) override { inner_->release(sequence); }
+  std::size_t length(std::size_t sequence) const override { return inner_->length(sequence); }
+  void attend(std::size_t layer, std::span<const AttentionPart> parts) override { inner_->attend(layer, parts); }
+  std::size_t bytes() const override { return inner_->bytes(); }
+
+ private:
+  std::unique_ptr<KvCache> inner_;
+};
+
+/// Adds up what `attend` takes.
+class TimedCache final : public CacheDecorator {
+ public:
+  using CacheDecorator::CacheDecorator;
+
+  void attend(std::size_t layer, std::span<const AttentionPart> parts) override {
+    const auto begin = std::chrono::steady_clock::now();
+    CacheDecorator::attend(layer, parts);
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+
+  double seconds() const { return seconds_; }
+  void reset() { seconds_ = 0; }
+
+ private:
+  double seconds_ = 0;
+};
+
+}  // namespace engine
