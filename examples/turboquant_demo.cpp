@@ -41,6 +41,9 @@ void declare(CLI::App& app, Arguments& arguments) {
   app.add_option("--first", arguments.first_tokens, "with --format: so many of the first tokens stay raw");
   app.add_option("--window-tokens", arguments.extent.window_tokens, "tokens of a window")->capture_default_str();
   app.add_option("--windows", arguments.extent.windows, "windows from the start of the text")->capture_default_str();
+  app.add_option("--stress-windows", arguments.extent.stress_windows,
+                 "windows with keys of other kinds, at most as many")
+      ->capture_default_str();
   app.add_option("--passages", arguments.extent.passages, "texts with pass keys, of each length")
       ->capture_default_str();
   app.add_flag("--thorough", arguments.is_thorough, "more of everything: 16 windows, 322 pass keys. Takes a while");

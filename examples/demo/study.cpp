@@ -114,11 +114,10 @@ class Study {
   // Of the last tokens before the context is full.
   double time(CacheChoice choice) const {
     choice.codes_everything = false;
-    engine::TimedCache cache(engine::make_cache(choice, model_.attention_shape()));
+    engine::TimedCache cache(engine::make_cache(choice, model_.attention_shape()), 1);
     const std::size_t sequence = cache.create(), context = (std::min)(extent_.timed_context, tokens_.size());
     const engine::SequenceStep prompt{sequence, tokens_.first(context - kTimedSteps), false};
     static_cast<void>(model_.forward(cache, {&prompt, 1}));
-    cache.reset();
     for (std::size_t i = context - kTimedSteps; i < context; ++i) {
       const engine::SequenceStep step{sequence, tokens_.subspan(i, 1), false};
       static_cast<void>(model_.forward(cache, {&step, 1}));

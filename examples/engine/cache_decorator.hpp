@@ -26,21 +26,27 @@ class CacheDecorator : public KvCache {
   std::unique_ptr<KvCache> inner_;
 };
 
-/// Adds up what `attend` takes.
+/// Adds up what `attend` takes in steps of decoding: without a prompt's tokens among them.
 class TimedCache final : public CacheDecorator {
  public:
-  using CacheDecorator::CacheDecorator;
+  /// A part of more tokens than `most_tokens`, drafts included, is of a prompt.
+  TimedCache(std::unique_ptr<KvCache> inner, std::size_t most_tokens)
+      : CacheDecorator(std::move(inner)), most_tokens_(most_tokens) {}
 
   void attend(std::size_t layer, std::span<const AttentionPart> parts) override {
     const auto begin = std::chrono::steady_clock::now();
     CacheDecorator::attend(layer, parts);
-    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    const auto end = std::chrono::steady_clock::now();
+    for (const AttentionPart& part : parts) {
+      if (part.tokens > most_tokens_) return;
+    }
+    seconds_ += std::chrono::duration<double>(end - begin).count();
   }
 
   double seconds() const { return seconds_; }
-  void reset() { seconds_ = 0; }
 
  private:
+  std::size_t most_tokens_;
   double seconds_ = 0;
 };
 
