@@ -38,7 +38,7 @@ std::string recall_table(std::span<const Row> rows) {
   std::string text = fmt::format("\n{:<24}", "digits right, %");
   for (const auto& [length, recall] : rows.front().recall) text += fmt::format("{:>8}", length);
   for (std::size_t depth = 0; depth < kDepths; ++depth)
-    text += fmt::format("{:>9}", fmt::format("quarter {}", depth + 1));
+    text += fmt::format("{:>11}", fmt::format("quarter {}", depth + 1));
   text += '\n';
   for (const Row& row : rows) {
     text += fmt::format("{:<24}", row.name);
@@ -46,7 +46,7 @@ std::string recall_table(std::span<const Row> rows) {
       text += fmt::format("{:>8}", number(100 * recall.accuracy(), "{:.1f}"));
     const Recall whole = row.whole_recall();
     for (std::size_t depth = 0; depth < kDepths; ++depth) {
-      text += fmt::format("{:>9}", number(100 * whole.accuracy(depth), "{:.1f}"));
+      text += fmt::format("{:>11}", number(100 * whole.accuracy(depth), "{:.1f}"));
     }
     text += '\n';
   }

@@ -144,11 +144,11 @@ Recall Row::whole_recall() const {
 
 std::vector<Row> standard_rows() {
   std::vector<Row> rows;
-  for (const char* format : {"f32", "f16", "q8_0", "q4_0", "q4_0, rotated", "KIVI-4", "KIVI-2", "plain 4", "plain 3",
-                             "plain 2", "TQ8", "TQ4", "TQ3", "TQ2", "TQ4, not centred", "TQ3, not centred"}) {
+  for (const char* format : {"f32", "f16", "q8_0", "q4_0", "q4_0, rotated", "KIVI-4", "KIVI-2", "plain 3", "TQ8", "TQ4",
+                             "TQ3", "TQ2", "TQ4, not centred"}) {
     rows.push_back(coded_row(format));
   }
-  for (const char* format : {"q4_0, rotated", "TQ4", "TQ3", "TQ2"}) rows.push_back(window_row(format, 0));
+  for (const char* format : {"q4_0, rotated", "TQ4", "TQ3"}) rows.push_back(window_row(format, 0));
   rows.push_back(window_row("TQ3", kFirstTokens));
   return rows;
 }

@@ -19,7 +19,7 @@ namespace demo {
 
 /// How much is measured.
 struct Extent {
-  std::size_t window_tokens = 1024, windows = 4, stress_windows = 2;
+  std::size_t window_tokens = 1024, windows = 4, stress_windows = 4;
   std::vector<std::size_t> passage_lengths;  // none: no recall, as for a model with another vocabulary
   std::size_t passages = 2;                  // of each length
   std::size_t timed_context = 2048;          // 0: no times
