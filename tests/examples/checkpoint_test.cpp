@@ -86,7 +86,7 @@ TEST_F(LoadCheckpoint, ReadsNewerRotarySettings) {
 TEST_F(LoadCheckpoint, NamesTheTensorThatIsMissing) {
   const Checkpoint whole = checkpoint::random_checkpoint("qwen2");
   for (const auto& [name, tensor] : whole.tensors) {
-    const std::string text = problem([&](Checkpoint& model) { model.tensors.erase(name); });
+    const std::string text = problem([missing = name](Checkpoint& model) { model.tensors.erase(missing); });
     EXPECT_NE(text.find(name), std::string::npos) << name << ": " << text;
     EXPECT_NE(text.find("no such tensor"), std::string::npos) << text;
   }
