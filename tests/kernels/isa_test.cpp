@@ -22,7 +22,9 @@ constexpr double kTolerance = 1e-5;
 
 std::vector<Isa> others() {
   std::vector<Isa> list;
-  if (is_supported(Isa::avx2)) list.push_back(Isa::avx2);
+  for (const Isa isa : {Isa::avx2, Isa::avx512}) {
+    if (is_supported(isa)) list.push_back(isa);
+  }
   return list;
 }
 

@@ -70,7 +70,7 @@ inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_h
     const PageView entry = view.entry(e);
     if (entry.begin >= coded) break;
     const std::size_t count = (std::min)(entry.end(), coded) - entry.begin;
-    layer.operations->score(layer.part(entry.memory, Side::key, kv_head), entry.first / 16,
+    layer.operations->score(layer.part(entry.memory, Side::key, kv_head, view.page_behind(e)), entry.first / 16,
                             (entry.first + count + 15) / 16, block.query, 0, block.rows, block.factor, block.logits,
                             RowBlock::kChunk);
     put(entry.begin, entry.first, count);

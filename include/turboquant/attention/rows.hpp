@@ -250,8 +250,9 @@ struct AttentionJob {
       if (row_begin >= row_end) continue;
       const std::size_t shift = entry.begin - entry.first;  // position of the page's token 0, modulo 2^64
       const std::size_t tile_begin = (low - shift) / 16, tile_end = (high - shift + 15) / 16;
-      const CodedPart keys = layer.part(entry.memory, Side::key, kv_head);
-      const CodedPart values = layer.part(entry.memory, Side::value, kv_head);
+      const std::byte* next = view.page_behind(e);
+      const CodedPart keys = layer.part(entry.memory, Side::key, kv_head, next);
+      const CodedPart values = layer.part(entry.memory, Side::value, kv_head, next);
       float* logits = b.logits + row_begin * RowBlock::kChunk;
       layer.operations->score(keys, tile_begin, tile_end, b.query, row_begin, row_end, b.factor, logits,
                               RowBlock::kChunk);

@@ -165,17 +165,25 @@ inline constexpr Operations kOperations = {
     .exp_negative = &K::exp_negative,
 };
 
-// The kernels of a format for an ISA; portable ones where that is not supported.
+// The kernels of a format for an ISA; portable ones where that is not supported. A class, so that a program that
+// compiles kernels once can say where they are (tests/formats does).
 template <class F>
-const Operations* operations_of(Isa isa) noexcept {
+struct OperationsOf {
+  static const Operations* on(Isa isa) noexcept {
 #if defined(TURBOQUANT_HAS_AVX2)
-  if constexpr (is_built(Isa::avx2)) {
-    if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
-  }
+    if constexpr (is_built(Isa::avx2)) {
+      if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
+    }
 #endif
-  static_cast<void>(isa);
-  return &kOperations<F, kernels::Portable>;
-}
+#if defined(TURBOQUANT_HAS_AVX512)
+    if constexpr (is_built(Isa::avx512)) {
+      if (isa == Isa::avx512 && is_supported(isa)) return &kOperations<F, kernels::Avx512>;
+    }
+#endif
+    static_cast<void>(isa);
+    return &kOperations<F, kernels::Portable>;
+  }
+};
 
 }  // namespace detail
 }  // namespace turboquant

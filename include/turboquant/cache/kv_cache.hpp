@@ -26,7 +26,7 @@ class KVCache {
   /// kernels to use, portable ones if it is not supported; bytes do not depend on it.
   explicit KVCache(CacheConfig config, Isa isa = best_isa())
       : core_(std::move(config),
-              std::array<const detail::Operations*, sizeof...(F)>{detail::operations_of<F>(isa)...}) {}
+              std::array<const detail::Operations*, sizeof...(F)>{detail::OperationsOf<F>::on(isa)...}) {}
 
   const CacheConfig& config() const noexcept { return core_.config(); }
 

@@ -52,7 +52,9 @@ struct Layer {
            (head * layout::kTileTokens + token) * shape.value_dim;
   }
 
-  CodedPart part(const std::byte* page_memory, Side side, std::size_t head) const {
+  // next_page: the one that is read next, or null. It is not read here.
+  CodedPart part(const std::byte* page_memory, Side side, std::size_t head,
+                 const std::byte* next_page = nullptr) const {
     const layout::SideLayout& at = side == Side::key ? page.key : page.value;
     const std::byte* memory = page_memory + page.head_offset(head);
     const auto* bytes = reinterpret_cast<const std::uint8_t*>(memory);
@@ -69,6 +71,10 @@ struct Layer {
     part.scales = reinterpret_cast<const bfloat16*>(memory + at.scales);
     if (zero_points(side)) part.zero_points = reinterpret_cast<const bfloat16*>(memory + at.zero_points);
     part.fragments = bytes + at.fragments;
+    if (next_page != nullptr) {
+      kernels::fetch_line(next_page + layout::PageLayout::center_scale_offset(side, head));
+      part.next = reinterpret_cast<const std::uint8_t*>(next_page + page.head_offset(head) + at.center);
+    }
     return part;
   }
 

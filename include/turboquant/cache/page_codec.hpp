@@ -32,7 +32,7 @@ class PageCodec {
     config.page_tokens = page_tokens;
     const std::string why = why_invalid(config, 1);
     if (!why.empty()) detail::refuse(why);
-    layer_ = detail::Layer(shape, page_tokens, detail::operations_of<F>(isa));
+    layer_ = detail::Layer(shape, page_tokens, detail::OperationsOf<F>::on(isa));
     layer_.key_rotation = detail::view_of(key_rotation_);
     layer_.value_rotation = detail::view_of(value_rotation_);
   }

@@ -5,35 +5,62 @@
 
 #include <turboquant/kernels/portable.hpp>
 #include <turboquant/kernels/x86_avx2.hpp>
+#include <turboquant/kernels/x86_avx512.hpp>
 
 namespace turboquant {
 
 /// A set of kernels. All write the same bytes; attention outputs agree to 2e-4 of their norm.
-enum class Isa : std::uint8_t { portable, avx2 };
+enum class Isa : std::uint8_t { portable, avx2, avx512 };
 
-[[nodiscard]] constexpr const char* to_string(Isa isa) noexcept { return isa == Isa::avx2 ? "avx2" : "portable"; }
+[[nodiscard]] constexpr const char* to_string(Isa isa) noexcept {
+  switch (isa) {
+    case Isa::portable:
+      return "portable";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512:
+      return "avx512";
+  }
+  return "";
+}
 
 /// True if this build has the kernels: all that the compiler can make, or with TURBOQUANT_ISA, a name of Isa, that one
 /// and the portable one. Defined for a whole program, it saves the others' compile time and code.
 [[nodiscard]] constexpr bool is_built(Isa isa) noexcept {
-#if !defined(TURBOQUANT_HAS_AVX2)
-  return isa == Isa::portable;
-#elif defined(TURBOQUANT_ISA)
-  return isa == Isa::portable || isa == Isa::TURBOQUANT_ISA;
-#else
-  return isa == Isa::portable || isa == Isa::avx2;
+  if (isa == Isa::portable) return true;
+#if defined(TURBOQUANT_ISA)
+  if (isa != Isa::TURBOQUANT_ISA) return false;
 #endif
+#if defined(TURBOQUANT_HAS_AVX2)
+  if (isa == Isa::avx2) return true;
+#endif
+#if defined(TURBOQUANT_HAS_AVX512)
+  if (isa == Isa::avx512) return true;
+#endif
+  return false;
 }
 
-/// True if this build and this CPU have the kernels.
+/// True if this build and this CPU (and its operating system) have the kernels.
 [[nodiscard]] inline bool is_supported(Isa isa) noexcept {
 #if defined(TURBOQUANT_HAS_AVX2)
   if (isa == Isa::avx2) return is_built(isa) && __builtin_cpu_supports("avx2") != 0;
+#endif
+#if defined(TURBOQUANT_HAS_AVX512)
+  if (isa == Isa::avx512) {
+    return is_built(isa) && __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+           __builtin_cpu_supports("avx512vl") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
+           __builtin_cpu_supports("avx512vnni") != 0 && __builtin_cpu_supports("avx512vbmi") != 0;
+  }
 #endif
   return isa == Isa::portable;
 }
 
 /// The fastest supported one.
-[[nodiscard]] inline Isa best_isa() noexcept { return is_supported(Isa::avx2) ? Isa::avx2 : Isa::portable; }
+[[nodiscard]] inline Isa best_isa() noexcept {
+  for (const Isa isa : {Isa::avx512, Isa::avx2}) {
+    if (is_supported(isa)) return isa;
+  }
+  return Isa::portable;
+}
 
 }  // namespace turboquant

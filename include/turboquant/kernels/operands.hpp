@@ -41,7 +41,24 @@ struct CodedPart {
   const bfloat16* scales = nullptr;       ///< page_tokens
   const bfloat16* zero_points = nullptr;  ///< page_tokens, or null
   const std::uint8_t* fragments = nullptr;
+  /// `begin()` of the same part of the page that is read next, to be fetched into the caches meanwhile: a hint; or
+  /// null.
+  const std::uint8_t* next = nullptr;
+
+  /// The first byte of the part: its sections lie one behind the other, fragments last.
+  const std::uint8_t* begin() const {
+    return center_bits != 0 ? center : reinterpret_cast<const std::uint8_t*>(scales);
+  }
 };
+
+/// Asks for the cache line at `address`, which need not be readable.
+inline void fetch_line(const void* address) {
+#if defined(__GNUC__)
+  __builtin_prefetch(address, 0, 3);
+#else
+  static_cast<void>(address);
+#endif
+}
 
 /// Queries of one block, prepared: q[r] = unit[r] * normal[r], |normal| in [1, 4) at its largest coordinate, so that no
 /// dot product with a stored key (at most 2^96) overflows.

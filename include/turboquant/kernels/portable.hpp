@@ -131,8 +131,7 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
     std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
     block.unit[r] = normalize(q, block.dim, normal);
     rotate_row(rotation, normal, rotated);
-    float largest = 0;
-    for (std::size_t i = 0; i < block.dim; ++i) largest = (std::max)(largest, std::abs(rotated[i]));
+    const float largest = largest_magnitude(rotated, block.dim);
     const float range = block.plane_count == 1 ? 127.0f : 16319.0f;  // 128 * 127 + 63
     block.step[r] = largest / range;
     const float inverse = largest > 0 ? range / largest : 0.0f;

@@ -22,44 +22,36 @@ struct PortableEncoders {
   /// what was stored: rows[t][i] -= scale * center[i]. The product is exact (8 + 15 bits). rows: [count][dim]. Returns
   /// the scale; zero if the mean vanishes.
   static bfloat16 center_rows(float* rows, std::size_t count, std::size_t dim, unsigned bits, std::uint8_t* center) {
-    constexpr std::size_t kChunk = 64;
-    double mean[kChunk];
+    double mean[kMaxRow];
+    float decoded[kMaxRow];
+    std::fill_n(mean, dim, 0.0);
+    for (std::size_t t = 0; t < count; ++t) {
+      const float* row = rows + t * dim;
+      for (std::size_t i = 0; i < dim; ++i) mean[i] += static_cast<double>(row[i]);
+    }
     double largest = 0;
-    const auto mean_of = [&](std::size_t begin, std::size_t n) {
-      std::fill_n(mean, n, 0.0);
-      for (std::size_t t = 0; t < count; ++t) {
-        for (std::size_t i = 0; i < n; ++i) mean[i] += static_cast<double>(rows[t * dim + begin + i]);
-      }
-      for (std::size_t i = 0; i < n; ++i) mean[i] /= static_cast<double>(count);
-    };
-    for (std::size_t begin = 0; begin < dim; begin += kChunk) {
-      const std::size_t n = (std::min)(kChunk, dim - begin);
-      mean_of(begin, n);
-      for (std::size_t i = 0; i < n; ++i) largest = (std::max)(largest, std::abs(mean[i]));
+    for (std::size_t i = 0; i < dim; ++i) {
+      mean[i] /= static_cast<double>(count);
+      largest = (std::max)(largest, std::abs(mean[i]));
     }
     const double range = bits == 8 ? 127.0 : 32767.0;
     const bfloat16 stored = bfloat16_at_least(static_cast<float>(largest / range));
     const float scale = to_float(stored);
     std::memset(center, 0, dim * bits / 8);
     if (!(scale > 0)) return bfloat16{0};
-    for (std::size_t begin = 0; begin < dim; begin += kChunk) {
-      const std::size_t n = (std::min)(kChunk, dim - begin);
-      mean_of(begin, n);
-      float decoded[kChunk];
-      for (std::size_t i = 0; i < n; ++i) {
-        const double level = (std::min)((std::max)(round_even(mean[i] / static_cast<double>(scale)), -range), range);
-        if (bits == 8) {
-          center[begin + i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(level));
-        } else {
-          const auto level16 = static_cast<std::uint16_t>(static_cast<std::int16_t>(level));
-          center[2 * (begin + i)] = static_cast<std::uint8_t>(level16 & 255u);
-          center[2 * (begin + i) + 1] = static_cast<std::uint8_t>(level16 >> 8);
-        }
-        decoded[i] = scale * static_cast<float>(level);
+    for (std::size_t i = 0; i < dim; ++i) {
+      const double level = (std::min)((std::max)(round_even(mean[i] / static_cast<double>(scale)), -range), range);
+      if (bits == 8) {
+        center[i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(level));
+      } else {
+        const auto level16 = static_cast<std::uint16_t>(static_cast<std::int16_t>(level));
+        center[2 * i] = static_cast<std::uint8_t>(level16 & 255u);
+        center[2 * i + 1] = static_cast<std::uint8_t>(level16 >> 8);
       }
-      for (std::size_t t = 0; t < count; ++t) {
-        for (std::size_t i = 0; i < n; ++i) rows[t * dim + begin + i] -= decoded[i];
-      }
+      decoded[i] = scale * static_cast<float>(level);
+    }
+    for (std::size_t t = 0; t < count; ++t) {
+      for (std::size_t i = 0; i < dim; ++i) rows[t * dim + i] -= decoded[i];
     }
     return stored;
   }
@@ -82,8 +74,7 @@ struct PortableEncoders {
     const double base = std::sqrt(static_cast<double>(row.energy) / static_cast<double>(dim)) / spread;
     std::int16_t magnitude[kMaxRow];
     for (std::size_t i = 0; i < dim; ++i) magnitude[i] = static_cast<std::int16_t>(fixed[i] < 0 ? -fixed[i] : fixed[i]);
-    std::int16_t thresholds[kHalf] = {};
-    std::int16_t best_thresholds[kHalf] = {};
+    std::int16_t level[kMaxRow], thresholds[kHalf] = {}, best_thresholds[kHalf] = {};
     double best = -1, best_dot = 0, best_norm = 1;
     for (std::size_t g = 0; g < (search && B > 1 ? std::size(kSearchGrid) : 1); ++g) {
       const double unit = base * (search ? kSearchGrid[g] : 1.0);
@@ -91,37 +82,24 @@ struct PortableEncoders {
         thresholds[k] = static_cast<std::int16_t>(
             (std::min)(std::ceil(unit * (0.5 * (magnitudes[k] + magnitudes[k + 1]))), 32767.0));
       }
-      // 16 sums, each of at most 64 products of 32767 * 127: below 2^31.
-      std::int32_t dots[16] = {}, norms[16] = {};
-      for (std::size_t begin = 0; begin < dim; begin += 16) {
-        std::int16_t level[16];
-        for (std::size_t i = 0; i < 16; ++i) level[i] = magnitudes[0];
-        for (std::size_t k = 0; k + 1 < kHalf; ++k) {
-          const auto threshold = static_cast<std::int16_t>(thresholds[k] - 1);
-          const auto step = static_cast<std::int16_t>(magnitudes[k + 1] - magnitudes[k]);
-          for (std::size_t i = 0; i < 16; ++i) {
-            const auto above = static_cast<std::int16_t>(magnitude[begin + i] > threshold ? -1 : 0);
-            level[i] = static_cast<std::int16_t>(level[i] + (above & step));
-          }
-        }
-        for (std::size_t i = 0; i < 16; ++i) {
-          dots[i] += static_cast<std::int32_t>(magnitude[begin + i]) * level[i];
-          norms[i] += static_cast<std::int32_t>(level[i]) * level[i];
-        }
+      // Simple loops, one per level, which compilers turn into vectors.
+      std::fill_n(level, dim, static_cast<std::int16_t>(magnitudes[0]));
+      for (std::size_t k = 0; k + 1 < kHalf; ++k) {
+        add_above(magnitude, thresholds[k], static_cast<std::int16_t>(magnitudes[k + 1] - magnitudes[k]), dim, level);
       }
-      std::int64_t dot = 0, norm = 0;
-      for (std::size_t i = 0; i < 16; ++i) dot += dots[i], norm += norms[i];
-      const double d = static_cast<double>(dot), n = static_cast<double>(norm);
-      const double quality = d * d / n;
+      const double d = static_cast<double>(integer_dot(magnitude, level, dim)),
+                   n = static_cast<double>(integer_dot(level, level, dim)), quality = d * d / n;
       if (quality > best) {
         best = quality, best_dot = d, best_norm = n;
         std::copy_n(thresholds, kHalf, best_thresholds);
       }
     }
+    std::int16_t* index = level;
+    std::fill_n(index, dim, std::int16_t{0});
+    for (std::size_t k = 0; k + 1 < kHalf; ++k) add_above(magnitude, best_thresholds[k], 1, dim, index);
     for (std::size_t i = 0; i < dim; ++i) {
-      std::size_t index = 0;
-      for (std::size_t k = 0; k + 1 < kHalf; ++k) index += magnitude[i] >= best_thresholds[k] ? 1u : 0u;
-      codes[i] = static_cast<std::uint8_t>(fixed[i] < 0 ? kHalf - 1 - index : kHalf + index);
+      const int sign = fixed[i] < 0 ? -1 : 0;  // -1 - index is index ^ -1
+      codes[i] = static_cast<std::uint8_t>(static_cast<int>(kHalf) + (index[i] ^ sign));
     }
     return final_scale(row, best_dot, best_norm, rule);
   }
@@ -207,20 +185,18 @@ struct PortableEncoders {
     for (std::size_t tile = begin / 16; tile * 16 < end; ++tile) {
       const std::size_t first = (std::max)(begin, tile * 16), last = (std::min)(end, tile * 16 + 16);
       for (std::size_t group = 0; group < groups; ++group) {
-        std::uint8_t* fragment = fragments + fragment_index(side, tile, group, tiles, groups) * kBytes;
+        std::uint8_t unpacked[layout::kFragmentCodes] = {};
         for (std::size_t t = first; t < last; ++t) {
           const std::uint8_t* row = codes + (t - begin) * dim + group * 16;
-          for (std::size_t c = 0; c < 16; ++c) {
-            const std::size_t position = layout::code_position(side, t % 16, c);
-            const auto low = layout::low_field(B, position);
-            fragment[low.byte] =
-                static_cast<std::uint8_t>(fragment[low.byte] | (row[c] & ((1u << low.count) - 1)) << low.shift);
-            if constexpr (B == 3) {
-              const auto high = layout::high_field(position);
-              fragment[high.byte] = static_cast<std::uint8_t>(fragment[high.byte] | (row[c] >> 2 & 1u) << high.shift);
-            }
+          if (side == layout::Side::key) {
+            std::uint8_t* to = unpacked + layout::code_position(layout::Side::key, t % 16, 0);
+            for (std::size_t s = 0; s < 4; ++s) std::memcpy(to + s * layout::kSlotCodes, row + 4 * s, 4);
+          } else {
+            std::uint8_t* to = unpacked + layout::code_position(layout::Side::value, t % 16, 0);
+            for (std::size_t c = 0; c < 16; ++c) to[4 * c] = row[c];
           }
         }
+        add_codes<B>(unpacked, fragments + fragment_index(side, tile, group, tiles, groups) * kBytes);
       }
     }
   }
@@ -288,6 +264,52 @@ struct PortableEncoders {
   static std::int32_t grid_level(float x, float zero, float scale) {
     constexpr float kMiddle = static_cast<float>(1u << (B - 1));
     return round_even((std::min)((std::max)((x - zero) / scale, -kMiddle), kMiddle - 1));
+  }
+
+  // level[i] += step where magnitude[i] >= threshold > -32768.
+  static void add_above(const std::int16_t* magnitude, std::int16_t threshold, std::int16_t step, std::size_t dim,
+                        std::int16_t* level) {
+    const auto below = static_cast<std::int16_t>(threshold - 1);
+    for (std::size_t i = 0; i < dim; ++i) {
+      level[i] = static_cast<std::int16_t>(level[i] + (magnitude[i] > below ? step : std::int16_t{0}));
+    }
+  }
+
+  // sum of a[i] b[i] with |b[i]| <= 127: 256 of them stay below 2^31.
+  static std::int64_t integer_dot(const std::int16_t* a, const std::int16_t* b, std::size_t dim) {
+    std::int64_t sum = 0;
+    for (std::size_t begin = 0; begin < dim; begin += 256) {
+      const std::size_t end = (std::min)(dim, begin + 256);
+      std::int32_t part = 0;
+      for (std::size_t i = begin; i < end; ++i) part += std::int32_t{a[i]} * b[i];
+      sum += part;
+    }
+    return sum;
+  }
+
+  // Writes an unpacked fragment of codes over zeros: the fields of layout/fragment.hpp, written out per width.
+  template <unsigned B>
+  static void add_codes(const std::uint8_t* unpacked, std::uint8_t* fragment) {
+    const std::uint8_t *s0 = unpacked, *s1 = s0 + 64, *s2 = s1 + 64, *s3 = s2 + 64;
+    const auto add = [](std::uint8_t& to, unsigned bits) { to = static_cast<std::uint8_t>(to | bits); };
+    for (std::size_t i = 0; i < 64; ++i) {
+      if constexpr (B == 8) {
+        for (std::size_t s = 0; s < 4; ++s) add(fragment[64 * s + i], unpacked[64 * s + i]);
+      } else if constexpr (B == 4) {
+        add(fragment[i], (s0[i] & 15u) | (s1[i] & 15u) << 4);
+        add(fragment[64 + i], (s2[i] & 15u) | (s3[i] & 15u) << 4);
+      } else if constexpr (B != 1) {
+        add(fragment[i], (s0[i] & 3u) | (s1[i] & 3u) << 2 | (s2[i] & 3u) << 4 | (s3[i] & 3u) << 6);
+      }
+    }
+    if constexpr (B == 1 || B == 3) {
+      std::uint8_t* masks = fragment + (B == 3 ? 64 : 0);
+      for (std::size_t byte = 0; byte < 32; ++byte) {
+        unsigned mask = 0;
+        for (std::size_t i = 0; i < 8; ++i) mask |= (unpacked[8 * byte + i] >> (B - 1) & 1u) << i;
+        add(masks[byte], mask);
+      }
+    }
   }
 
   static bfloat16 final_scale(const Fixed& row, double dot, double norm, ScaleRule rule) {

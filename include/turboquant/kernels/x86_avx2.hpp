@@ -2,6 +2,7 @@
 #pragma once
 
 #include <turboquant/kernels/portable.hpp>
+#include <turboquant/kernels/x86_avx2_encode.hpp>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TURBOQUANT_HAS_AVX2 1
@@ -12,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 // The region adds AVX2 to what the translation unit may use anyway, and no fused multiply-add: built without flags,
 // every float product is rounded, as in the portable kernels. (Taking AVX-512 away from a unit that has it is no
@@ -25,306 +27,254 @@
 
 namespace turboquant::kernels {
 
-// Unpacks half a fragment, 8 of its 16 lanes, to one register of 32 signed levels per slot: byte 4 lane + b is depth
-// 4 slot + b.
+// Unpacks half a fragment, eight depths of its 16 lanes, to four registers of 32 bytes level + 128: register 2 k + h
+// has the lanes 8 h to 8 h + 7, four bytes each. Its even and its odd bytes are two pairs of depths per lane, each for
+// one vpmaddwd: the pairs `even(k)` and `odd(k)` of (0, 2), (1, 3), (4, 6), (5, 7). That levels are unsigned saves a
+// shift; the sums are then too large by 128 times the sum of the numbers, and right modulo 2^32 once that is taken off.
 template <class Codes>
 struct Avx2Reader;
 
+struct Avx2Plain {
+  static constexpr std::size_t even(std::size_t k) { return 2 * k; }
+  static constexpr std::size_t odd(std::size_t k) { return 2 * k + 1; }
+  static __m256i load(const std::uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static __m128i load16(const std::uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+};
+
 template <unsigned B>
-struct Avx2Reader<LevelCodes<B>> {
+struct Avx2Reader<LevelCodes<B>> : Avx2Plain {
   __m256i table;
 
   explicit Avx2Reader(const LevelCodes<B>& codes) {
     alignas(16) std::int8_t levels[16] = {};
-    if constexpr (B < 8) std::memcpy(levels, codes.levels, std::size_t{1} << B);
-    table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(levels)));
+    if constexpr (B == 1 || B == 4) std::memcpy(levels, codes.levels, std::size_t{1} << B);
+    // Widths 2 and 3 use an index with the two low bits of the code on top of the third.
+    if constexpr (B == 2 || B == 3) {
+      for (std::size_t c = 0; c < std::size_t{1} << B; ++c) levels[(c & 3) << 2 | c >> 2] = codes.levels[c];
+    }
+    const __m128i biased = _mm_xor_si128(_mm_load_si128(reinterpret_cast<const __m128i*>(levels)), _mm_set1_epi8(-128));
+    table = _mm256_broadcastsi128_si256(biased);
   }
 
-  static __m256i load(const std::uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
-
-  // 32 bits to the bytes 0 or `value`.
-  static __m256i spread(const std::uint8_t* mask, char value) {
+  // 32 bits to the bytes 0 or 1.
+  static __m256i spread(const std::uint8_t* mask) {
     std::int32_t bits = 0;
     std::memcpy(&bits, mask, sizeof bits);
     const __m256i bytes =
         _mm256_shuffle_epi8(_mm256_set1_epi32(bits), _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2,
                                                                       2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3));
     const __m256i own = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201u));
-    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, own), own), _mm256_set1_epi8(value));
+    return _mm256_min_epu8(_mm256_and_si256(bytes, own), _mm256_set1_epi8(1));
   }
 
-  void read(const std::uint8_t* fragment, const std::uint8_t*, std::size_t half, __m256i (&levels)[4]) const {
-    if constexpr (B == 8) {
-      for (std::size_t s = 0; s < 4; ++s) levels[s] = load(fragment + 64 * s + 32 * half);
-    } else if constexpr (B == 4) {
-      const __m256i low = _mm256_set1_epi8(15);
-      for (std::size_t word = 0; word < 2; ++word) {
-        const __m256i both = load(fragment + 64 * word + 32 * half);
-        levels[2 * word] = _mm256_shuffle_epi8(table, _mm256_and_si256(both, low));
-        levels[2 * word + 1] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
-      }
-    } else if constexpr (B == 1) {
-      for (std::size_t s = 0; s < 4; ++s) {
-        levels[s] = _mm256_shuffle_epi8(table, spread(fragment + 8 * s + 4 * half, 1));
-      }
-    } else {
-      const __m256i all = load(fragment + 32 * half), low = _mm256_set1_epi8(3);
-      __m256i fields[4] = {all, _mm256_srli_epi16(all, 2), _mm256_srli_epi16(all, 4), _mm256_srli_epi16(all, 6)};
-      for (std::size_t s = 0; s < 4; ++s) {
-        __m256i code = _mm256_and_si256(fields[s], low);
-        if constexpr (B == 3) code = _mm256_or_si256(code, spread(fragment + 64 + 8 * s + 4 * half, 4));
-        levels[s] = _mm256_shuffle_epi8(table, code);
+  template <std::size_t kUnit>
+  [[gnu::always_inline]] void read(const std::uint8_t* fragment, const std::uint8_t*, __m256i (&bytes)[4]) const {
+    for (std::size_t half = 0; half < 2; ++half) {
+      if constexpr (B == 8) {
+        const __m256i bias = _mm256_set1_epi8(-128);
+        bytes[half] = _mm256_xor_si256(load(fragment + 128 * kUnit + 32 * half), bias);
+        bytes[2 + half] = _mm256_xor_si256(load(fragment + 128 * kUnit + 64 + 32 * half), bias);
+      } else if constexpr (B == 4) {
+        const __m256i low = _mm256_set1_epi8(15), both = load(fragment + 64 * kUnit + 32 * half);
+        bytes[half] = _mm256_shuffle_epi8(table, _mm256_and_si256(both, low));
+        bytes[2 + half] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+      } else if constexpr (B == 1) {
+        bytes[half] = _mm256_shuffle_epi8(table, spread(fragment + 16 * kUnit + 4 * half));
+        bytes[2 + half] = _mm256_shuffle_epi8(table, spread(fragment + 16 * kUnit + 8 + 4 * half));
+      } else {
+        const __m256i all = load(fragment + 32 * half), field = _mm256_set1_epi8(12);
+        __m256i first = kUnit == 0 ? _mm256_slli_epi16(all, 2) : _mm256_srli_epi16(all, 2);
+        __m256i second = kUnit == 0 ? all : _mm256_srli_epi16(all, 4);
+        first = _mm256_and_si256(first, field), second = _mm256_and_si256(second, field);
+        if constexpr (B == 3) {
+          first = _mm256_or_si256(first, spread(fragment + 64 + 16 * kUnit + 4 * half));
+          second = _mm256_or_si256(second, spread(fragment + 72 + 16 * kUnit + 4 * half));
+        }
+        bytes[half] = _mm256_shuffle_epi8(table, first);
+        bytes[2 + half] = _mm256_shuffle_epi8(table, second);
       }
     }
   }
 };
 
 template <unsigned B>
-struct Avx2Reader<TrellisCodes<B>> {
-  __m256i first, second;  // A, and B twice
+struct Avx2Reader<TrellisCodes<B>> : Avx2Plain {
+  __m256i first, second;  // A; and B + 128 with the sign of the index's fourth bit
 
   explicit Avx2Reader(const TrellisCodes<B>& codes) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes.table));
     const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes.table + 16));
+    const __m128i both = _mm_unpacklo_epi64(high, _mm_sub_epi8(_mm_setzero_si128(), high));
     first = _mm256_broadcastsi128_si256(low);
-    second = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(high, high));
+    second = _mm256_broadcastsi128_si256(_mm_xor_si128(both, _mm_set1_epi8(-128)));
   }
 
-  static __m128i load8(const std::uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
-  static __m256i join(__m128i low, __m128i high) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi16(low, high)), _mm_unpackhi_epi16(low, high),
-                                   1);
+  // Width 4: its windows come as (0, 4, 2, 6) and (1, 5, 3, 7).
+  static constexpr std::size_t even(std::size_t k) { return B == 4 ? k : 2 * k; }
+  static constexpr std::size_t odd(std::size_t k) { return B == 4 ? k + 2 : 2 * k + 1; }
+
+  // The planes 0, 1 (in a) and 2, 3 (in b) of 16 lanes, to one register per 8 lanes: of every four lanes, four bytes of
+  // plane 0, then 2, 1 and 3.
+  [[gnu::always_inline]] static void gather(__m256i a, __m256i b, __m256i (&lanes)[2]) {
+    lanes[0] = _mm256_permute4x64_epi64(_mm256_unpacklo_epi32(a, b), 0xd8);
+    lanes[1] = _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(a, b), 0xd8);
+  }
+  // Two numbers of 16 bits per lane, of the bytes at these places of what gather left, for the first of four lanes.
+  [[gnu::always_inline]] static __m256i pick(__m256i lanes, int low0, int high0, int low1, int high1) {
+    const auto at = [&](int lane) {
+      return (low0 + lane) | (high0 + lane) << 8 | (low1 + lane) << 16 | (high1 + lane) << 24;
+    };
+    const __m128i order = _mm_setr_epi32(at(0), at(1), at(2), at(3));
+    return _mm256_shuffle_epi8(lanes, _mm256_broadcastsi128_si256(order));
   }
 
-  // Window `i` of `bits`, 8 bits that end (7 - i) B above the last one, moved to byte i % 4.
-  template <int kIndex>
-  static __m256i window(__m256i bits) {
-    constexpr int kByte = kIndex % 4 * 8, kShift = (7 - kIndex) * static_cast<int>(B) - kByte;
-    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffu << kByte));
-    if constexpr (kShift >= 0)
-      return _mm256_and_si256(_mm256_srli_epi32(bits, kShift), mask);
-    else
-      return _mm256_and_si256(_mm256_slli_epi32(bits, -kShift), mask);
-  }
-  template <int kSlot>
-  static __m256i windows(__m256i bits) {
-    return _mm256_or_si256(_mm256_or_si256(window<4 * kSlot>(bits), window<4 * kSlot + 1>(bits)),
-                           _mm256_or_si256(window<4 * kSlot + 2>(bits), window<4 * kSlot + 3>(bits)));
+  [[gnu::always_inline]] __m256i level(__m256i w) const {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const __m256i a = _mm256_shuffle_epi8(first, _mm256_and_si256(w, nibble));
+    const __m256i b = _mm256_shuffle_epi8(second, _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble));
+    return _mm256_add_epi8(_mm256_sign_epi8(a, _mm256_or_si256(w, _mm256_set1_epi8(1))), b);
   }
 
-  __m256i level(__m256i w) const {
-    const __m256i a = _mm256_shuffle_epi8(first, _mm256_and_si256(w, _mm256_set1_epi8(15)));
-    const __m256i b = _mm256_shuffle_epi8(second, _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(7)));
-    return _mm256_sign_epi8(_mm256_add_epi8(a, b), _mm256_or_si256(w, _mm256_set1_epi8(1)));
+  // Windows cut from 16-bit numbers: the even bytes are x * even >> 16, the odd ones y * odd >> 8, modulo 256.
+  [[gnu::always_inline]] static __m256i windows(__m256i x, __m256i y, int even0, int even1, int odd0, int odd1) {
+    const __m256i low = _mm256_mulhi_epu16(x, _mm256_set1_epi32(even0 | even1 << 16));
+    const __m256i high = _mm256_mullo_epi16(y, _mm256_set1_epi32(odd0 | odd1 << 16));
+    return _mm256_blendv_epi8(low, high, _mm256_set1_epi16(-256));
   }
 
-  void read(const std::uint8_t* fragment, const std::uint8_t* history, std::size_t half, __m256i (&levels)[4]) const {
-    for (std::size_t depth = 0; depth < 2; ++depth) {
-      const std::uint8_t* planes = fragment + depth * B * 16 + 8 * half;
-      const __m128i before = load8(depth == 0 ? history + 8 * half : planes - 16);
-      if constexpr (B == 4) {
-        // 40 bits per lane: the windows at even places are the bytes of the planes moved on by four bits.
-        const __m256i odd = join(_mm_unpacklo_epi8(load8(planes + 48), load8(planes + 32)),
-                                 _mm_unpacklo_epi8(load8(planes + 16), load8(planes)));
-        const __m128i zero = _mm_setzero_si128();
-        const __m256i even = _mm256_or_si256(_mm256_srli_epi32(odd, 4),
-                                             _mm256_slli_epi32(join(_mm_unpacklo_epi8(before, zero), zero), 28));
-        // Bytes 3, 2 of each are the windows 0, 2 and 1, 3; bytes 1, 0 the windows 4, 6 and 5, 7.
-        const __m256i early = _mm256_setr_epi8(3, 2, -1, -1, 7, 6, -1, -1, 11, 10, -1, -1, 15, 14, -1, -1,  //
-                                               3, 2, -1, -1, 7, 6, -1, -1, 11, 10, -1, -1, 15, 14, -1, -1);
-        const __m256i late = _mm256_setr_epi8(1, 0, -1, -1, 5, 4, -1, -1, 9, 8, -1, -1, 13, 12, -1, -1,  //
-                                              1, 0, -1, -1, 5, 4, -1, -1, 9, 8, -1, -1, 13, 12, -1, -1);
-        const __m256i byte02 = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1,  //
-                                                0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
-        const auto weave = [&](__m256i pick) {
-          const __m256i e = _mm256_shuffle_epi8(_mm256_shuffle_epi8(even, pick), byte02);
-          const __m256i o = _mm256_shuffle_epi8(_mm256_shuffle_epi8(odd, pick), byte02);
-          return _mm256_or_si256(e, _mm256_slli_epi16(o, 8));
-        };
-        levels[2 * depth] = level(weave(early));
-        levels[2 * depth + 1] = level(weave(late));
-      } else {
-        __m256i bits;
-        if constexpr (B == 3) {
-          bits =
-              join(_mm_unpacklo_epi8(load8(planes + 32), load8(planes + 16)), _mm_unpacklo_epi8(load8(planes), before));
-        } else {
-          bits = join(_mm_unpacklo_epi8(load8(planes + 16), load8(planes)),
-                      _mm_unpacklo_epi8(before, _mm_setzero_si128()));
-        }
-        levels[2 * depth] = level(windows<0>(bits));
-        levels[2 * depth + 1] = level(windows<1>(bits));
+  template <std::size_t kUnit>
+  [[gnu::always_inline]] void read(const std::uint8_t* fragment, const std::uint8_t* history,
+                                   __m256i (&bytes)[4]) const {
+    const std::uint8_t* planes = fragment + kUnit * B * 16;
+    const __m256i before = kUnit == 1
+                               ? load(planes - 16)
+                               : _mm256_inserti128_si256(_mm256_castsi128_si256(load16(history)), load16(planes), 1);
+    __m256i lanes[2];
+    if constexpr (B == 4) {
+      // Windows at odd places are the planes; those at even places lie half in one, half in the next.
+      const __m256i low = _mm256_set1_epi8(15), now[2] = {load(planes), load(planes + 32)};
+      const auto between = [&](__m256i old, __m256i young) {
+        return _mm256_or_si256(_mm256_andnot_si256(low, _mm256_slli_epi16(old, 4)),
+                               _mm256_and_si256(low, _mm256_srli_epi16(young, 4)));
+      };
+      gather(between(before, now[0]), between(load(planes + 16), now[1]), lanes);
+      for (std::size_t half = 0; half < 2; ++half) bytes[half] = level(pick(lanes[half], 0, 4, 8, 12));
+      gather(now[0], now[1], lanes);
+      for (std::size_t half = 0; half < 2; ++half) bytes[2 + half] = level(pick(lanes[half], 0, 4, 8, 12));
+    } else if constexpr (B == 3) {
+      // Windows 0 and 1 lie in history and plane 0, windows 2 to 4 in planes 0 and 1, the others in planes 1 and 2.
+      gather(before, load(planes + 16), lanes);
+      for (std::size_t half = 0; half < 2; ++half) {
+        const __m256i early = pick(lanes[half], 8, 0, 4, 8);
+        bytes[half] = level(windows(early, early, 1 << 11, 1 << 9, 1 << 6, 1 << 4));
+        bytes[2 + half] = level(
+            windows(pick(lanes[half], 4, 8, 12, 4), pick(lanes[half], 12, 4, 12, 4), 1 << 15, 1 << 13, 1 << 2, 1 << 8));
+      }
+    } else {
+      gather(before, _mm256_castsi128_si256(load16(planes + 16)), lanes);
+      for (std::size_t half = 0; half < 2; ++half) {
+        const __m256i early = pick(lanes[half], 8, 0, 8, 0), late = pick(lanes[half], 4, 8, 4, 8);
+        bytes[half] = level(windows(early, early, 1 << 10, 1 << 14, 1 << 4, 1 << 8));
+        bytes[2 + half] = level(windows(late, late, 1 << 10, 1 << 14, 1 << 4, 1 << 8));
       }
     }
+  }
+};
+
+// A run of fragments that lie one behind the other: the groups of a tile of keys, or the tiles of a group of values.
+template <class Codes>
+struct Avx2Run {
+  using Reader = Avx2Reader<Codes>;
+  const Reader& reader;
+  const std::uint8_t* fragments;
+  const std::uint8_t* history;  // of the first fragment; every other one continues the one before it
+  std::ptrdiff_t ahead = 0;     // distance in bytes of what is fetched into the caches meanwhile, if not 0
+
+  template <std::size_t kUnit>
+  [[gnu::always_inline]] void read(std::size_t index, __m256i (&bytes)[4]) const {
+    const std::uint8_t* fragment = fragments + index * layout::fragment_bytes(Codes::bits);
+    reader.template read<kUnit>(fragment, index == 0 ? history : fragment - 16, bytes);
+    if (kUnit != 0 || ahead == 0) return;
+    for (std::size_t line = 0; line < layout::fragment_bytes(Codes::bits); line += 64)
+      fetch_line(fragment + ahead + line);
+  }
+};
+
+// The same, unpacked before, for more rows than share one reading.
+template <class Codes>
+struct Avx2Unpacked {
+  using Reader = Avx2Reader<Codes>;
+  const std::uint8_t* bytes_of_run;  // aligned to 32
+
+  template <std::size_t kUnit>
+  [[gnu::always_inline]] void read(std::size_t index, __m256i (&bytes)[4]) const {
+    const auto* from = reinterpret_cast<const __m256i*>(bytes_of_run + index * layout::kFragmentCodes + 128 * kUnit);
+    for (std::size_t k = 0; k < 4; ++k) bytes[k] = _mm256_load_si256(from + k);
   }
 };
 
 /// The kernels of portable.hpp for AVX2: the same bytes where bytes are written, and float sums of its order except in
 /// score_raw. `V` is the vector of the translation unit's own target; see PortableKernels.
 ///
-/// Codes are unpacked to int16, and one vpmaddwd multiplies two of them with two query or weight numbers of 16 bits,
-/// which hold both planes of an 8-bit key's query and the 14 bits of a weight. 16 lanes of a fragment are done in two
-/// halves, so that the sums of four rows, two registers each, stay in registers beside the levels.
+/// Levels are multiplied as int16: one vpmaddwd takes two of them per lane and two numbers of a query or of weights,
+/// which hold both planes of an 8-bit key's query and the 14 bits of a weight. Its sums are those of the lanes, and the
+/// sums of four rows, two registers each, stay in registers. More rows read levels that were unpacked once for all.
 template <class V>
-struct Avx2Kernels : PortableKernels<V> {
+struct Avx2Kernels : Avx2Encoders<V> {
   static constexpr const char* name = "avx2";
 
-  // ---- rotation
-
-  [[gnu::flatten]] static void rotate(const RotationView& r, const float* in, float* out) {
-    Base::rotate_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
-  }
-  [[gnu::flatten]] static void rotate_back(const RotationView& r, const float* in, float* out) {
-    Base::rotate_back_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
-  }
-
-  // ---- encoding: the portable text, compiled for this target, around a path search of its own
-
-  [[gnu::flatten]] static bfloat16 center_rows(float* rows, std::size_t count, std::size_t dim, unsigned bits,
-                                               std::uint8_t* center) {
-    return Base::center_rows(rows, count, dim, bits, center);
-  }
-  [[gnu::flatten]] static void subtract_center(float* rows, std::size_t count, const CodedPart& part) {
-    Base::subtract_center(rows, count, part);
-  }
-  template <unsigned B>
-  [[gnu::flatten]] static bfloat16 encode_levels(const float* x, std::size_t dim, const std::int8_t* magnitudes,
-                                                 double spread, ScaleRule rule, bool search, std::uint8_t* codes) {
-    return Base::template encode_levels<B>(x, dim, magnitudes, spread, rule, search, codes);
-  }
-  [[gnu::flatten]] static bfloat16 encode_int8(const float* x, std::size_t dim, ScaleRule rule, std::uint8_t* codes) {
-    return Base::encode_int8(x, dim, rule, codes);
-  }
-  template <unsigned B>
-  [[gnu::flatten]] static bfloat16 encode_minmax(const float* x, std::size_t dim, bool search, bfloat16& zero_point,
-                                                 std::uint8_t* codes) {
-    return Base::template encode_minmax<B>(x, dim, search, zero_point, codes);
-  }
-  template <unsigned B>
-  [[gnu::flatten]] static void pack(layout::Side side, const std::uint8_t* codes, std::size_t begin, std::size_t end,
-                                    std::size_t page_tokens, std::size_t dim, std::uint8_t* fragments) {
-    Base::template pack<B>(side, codes, begin, end, page_tokens, dim, fragments);
-  }
-
-  /// As PortableTrellis::find_trellis_path: 16 windows at a time, and the same sums in the same order.
-  template <unsigned B>
-  static void find_trellis_path(const std::int16_t* target, std::size_t length, const std::int16_t* levels,
-                                unsigned start, unsigned end, std::uint8_t* back, std::uint8_t* path) {
-    constexpr unsigned kStates = TrellisCodes<B>::states, kBranches = 1u << B, kVectors = kStates / 16;
-    constexpr std::int16_t kNothing = -32768, kUnreached = kNothing + 49151;
-    alignas(32) std::int16_t cost[kStates];
-    for (unsigned state = 0; state < kStates; ++state) {
-      cost[state] = start == Base::kAnyState || start == state ? kNothing : kUnreached;
-    }
-    const __m256i unreached = _mm256_set1_epi16(kUnreached), sign = _mm256_set1_epi16(kNothing);
-    for (std::size_t i = 0; i < length; ++i) {
-      const __m256i aim = _mm256_set1_epi16(target[i]);
-      __m256i best[kVectors], from[kVectors];
-      for (unsigned top = 0; top < kBranches; ++top) {
-        for (unsigned v = 0; v < kVectors; ++v) {
-          const unsigned window = top * kStates + 16 * v;
-          const __m256i difference =
-              _mm256_sub_epi16(aim, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(levels + window)));
-          const __m256i arriving =
-              _mm256_add_epi16(predecessors<B>(cost + window / kBranches), _mm256_mulhi_epi16(difference, difference));
-          if (top == 0) {
-            best[v] = arriving;
-            from[v] = _mm256_setzero_si256();
-          } else {
-            const __m256i better = _mm256_cmpgt_epi16(best[v], arriving);
-            best[v] = _mm256_min_epi16(best[v], arriving);
-            from[v] = _mm256_blendv_epi8(from[v], _mm256_set1_epi16(static_cast<std::int16_t>(top)), better);
-          }
-        }
-      }
-      __m256i least = best[0];
-      for (unsigned v = 1; v < kVectors; ++v) least = _mm256_min_epi16(least, best[v]);
-      // Sums as unsigned numbers, for the horizontal minimum.
-      const __m256i sums = _mm256_xor_si256(least, sign);
-      const __m128i smallest =
-          _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)));
-      const __m256i excess = i < 3 ? _mm256_setzero_si256() : _mm256_broadcastw_epi16(smallest);
-      for (unsigned v = 0; v < kVectors; ++v) {
-        const __m256i kept = _mm256_min_epi16(_mm256_sub_epi16(best[v], excess), unreached);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(cost + 16 * v), kept);
-        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(from[v]), _mm256_extracti128_si256(from[v], 1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(back + i * kStates + 16 * v), bytes);
-      }
-    }
-    unsigned state = end == Base::kAnyState ? 0 : end;
-    for (unsigned other = 1; other < kStates && end == Base::kAnyState; ++other)
-      state = cost[other] < cost[state] ? other : state;
-    for (std::size_t i = length; i-- > 0;) {
-      path[i] = static_cast<std::uint8_t>(state & (kBranches - 1));
-      state = static_cast<unsigned>(back[i * kStates + state]) << (8 - 2 * B) | state >> B;
-    }
-  }
-
-  template <unsigned B>
-  [[gnu::flatten]] static void encode_trellis_keys(const float* rows, std::size_t count, std::size_t dim,
-                                                   const TrellisCodes<B>& codes, double spread, ScaleRule rule,
-                                                   bool search, bfloat16* scales, std::uint8_t* paths,
-                                                   std::uint8_t* scratch) {
-    Trellis::template encode_trellis_keys<B>(rows, count, dim, codes, spread, rule, search, scales, paths, scratch);
-  }
-  template <unsigned B>
-  [[gnu::flatten]] static void encode_trellis_values(const float* rows, std::size_t count, std::size_t page_tokens,
-                                                     std::size_t dim, const TrellisCodes<B>& codes, double spread,
-                                                     std::size_t lane_begin, std::size_t lane_end, std::uint8_t* paths,
-                                                     std::uint8_t* scratch) {
-    Trellis::template encode_trellis_values<B>(rows, count, page_tokens, dim, codes, spread, lane_begin, lane_end,
-                                               paths, scratch);
-  }
-  template <unsigned B>
-  [[gnu::flatten]] static void scale_trellis_values(const float* rows, std::size_t count, std::size_t page_tokens,
-                                                    std::size_t dim, const TrellisCodes<B>& codes, ScaleRule rule,
-                                                    const std::uint8_t* fragments, bfloat16* scales,
-                                                    std::uint8_t* scratch) {
-    Base::template scale_trellis_values<B>(rows, count, page_tokens, dim, codes, rule, fragments, scales, scratch);
-  }
-
-  // ---- queries and logits
-
-  [[gnu::flatten]] static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block,
-                                             std::size_t r) {
-    Base::prepare_query_by(rotation, q, block, r,
-                           [](const RotationView& v, const float* in, float* out) { rotate(v, in, out); });
-  }
+  // ---- logits
 
   template <class Codes>
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                     const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor,
                     float* logits, std::size_t stride) {
-    alignas(32) std::int16_t queries[kRows * kMaxRow];
+    alignas(32) std::int16_t numbers[kBlock * kMaxRow];
+    alignas(32) std::uint8_t unpacked[16 * kMaxRow];
     alignas(32) float center[kMaxRow];
-    if (part.center_bits != 0) Base::decode_center(part, center);
+    decode_center8(part, center);
+    const std::size_t groups = part.dim / 16, tile_bytes = groups * layout::fragment_bytes(Codes::bits);
     const Avx2Reader<Codes> reader(codes);
-    for (std::size_t first = row_begin; first < row_end; first += kRows) {
-      const std::size_t rows = (std::min)(kRows, row_end - first);
-      float shared[kRows] = {};
+    std::ptrdiff_t ahead = fetch_head(part);
+    for (std::size_t first = row_begin; first < row_end; first += kBlock, ahead = 0) {
+      const std::size_t rows = (std::min)(kBlock, row_end - first);
+      std::int32_t start[kBlock];
+      float shared[kBlock];
       for (std::size_t r = 0; r < rows; ++r) {
-        widen_query(block, first + r, queries + r * part.dim);
-        if (part.center_bits != 0) shared[r] = dot(block.rotated + (first + r) * block.dim, center, block.dim);
+        start[r] = pair_query(block, first + r, numbers + r * part.dim);
+        shared[r] = part.center_bits != 0 ? dot(block.rotated + (first + r) * block.dim, center, block.dim) : 0.0f;
       }
-      const auto tiles = [&](auto count) {
-        score_rows<decltype(count)::value>(part, reader, codes, tile_begin, tile_end, queries, block.step + first,
-                                           shared, factor + first, logits + (first - row_begin) * stride, stride);
-      };
-      if (rows == 1) tiles(Count<1>());
-      if (rows == 2) tiles(Count<2>());
-      if (rows == 3) tiles(Count<3>());
-      if (rows == 4) tiles(Count<4>());
+      for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
+        const std::uint8_t* fragments = part.fragments + tile * tile_bytes;
+        const Avx2Run<Codes> run{reader, fragments, fragments + tile_bytes - 16, ahead};
+        for_rows(run, groups, rows, unpacked, [&](auto count, const auto& levels, std::size_t r) {
+          score_rows<decltype(count)::value>(part, levels, tile, numbers + r * part.dim, start + r,
+                                             block.step + first + r, shared + r, factor + first + r,
+                                             logits + (first + r - row_begin) * stride, stride);
+        });
+      }
     }
   }
 
   static void score_raw(const bfloat16* keys, std::size_t count, const QueryBlock& block, std::size_t row_begin,
                         std::size_t row_end, const float* factor, float* logits, std::size_t stride) {
-    alignas(32) float key[kMaxRow];
-    for (std::size_t t = 0; t < count; ++t) {
-      for (std::size_t i = 0; i < block.dim; i += 8) _mm256_store_ps(key + i, widen8(keys + t * block.dim + i));
+    constexpr std::size_t kTokens = 4;
+    alignas(32) float widened[kTokens * kMaxRow];
+    for (std::size_t t = 0; t < count; t += kTokens) {
+      const std::size_t tokens = (std::min)(kTokens, count - t);
+      for (std::size_t i = 0; i < tokens * block.dim; i += 8) {
+        _mm256_store_ps(widened + i, widen8(keys + t * block.dim + i));
+      }
       for (std::size_t r = row_begin; r < row_end; ++r) {
-        logits[(r - row_begin) * stride + t] =
-            Base::saturate(dot(block.normal + r * block.dim, key, block.dim) * factor[r]);
+        const float* query = block.normal + r * block.dim;
+        float* to = logits + (r - row_begin) * stride + t;
+        float dots[kTokens];
+        if (tokens == kTokens) {
+          dot_rows<kTokens>(query, widened, block.dim, dots);
+        } else {
+          for (std::size_t k = 0; k < tokens; ++k) dot_rows<1>(query, widened + k * block.dim, block.dim, dots + k);
+        }
+        for (std::size_t k = 0; k < tokens; ++k) to[k] = Base::saturate(dots[k] * factor[r]);
       }
     }
   }
@@ -339,29 +289,40 @@ struct Avx2Kernels : PortableKernels<V> {
                             SoftmaxState& state) {
     float largest = state.sum > 0 ? state.largest : logits[low];
     std::size_t t = low;
-    if (high - low >= 8) {
-      __m256 most = _mm256_set1_ps(largest);
-      for (; t + 8 <= high; t += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(logits + t));
-      alignas(32) float lanes[8];
-      _mm256_store_ps(lanes, most);
-      for (const float x : lanes) largest = (std::max)(largest, x);
+    if (high - low >= 16) {
+      __m256 most[2] = {_mm256_set1_ps(largest), _mm256_set1_ps(largest)};
+      for (; t + 16 <= high; t += 16) {
+        most[0] = _mm256_max_ps(most[0], _mm256_loadu_ps(logits + t));
+        most[1] = _mm256_max_ps(most[1], _mm256_loadu_ps(logits + t + 8));
+      }
+      largest = maximum(_mm256_max_ps(most[0], most[1]));
     }
     for (; t < high; ++t) largest = (std::max)(largest, logits[t]);
-    const float factor = state.sum > 0 ? Base::exp_negative(state.largest - largest) : 0.0f;
+    float factor = 0.0f;
+    if (state.sum > 0) factor = largest > state.largest ? Base::exp_negative(state.largest - largest) : 1.0f;
     for (t = begin; t < low; ++t) logits[t] = 0;
     for (t = high; t < end; ++t) logits[t] = 0;
+    // Blocks of 16 by index, so that sums have the lanes of the portable kernel; the ragged ones in a buffer. Whatever
+    // a compiler makes of the polynomial, it is one for all: a weight does not depend on where its range begins.
     const __m256 top = _mm256_set1_ps(largest);
-    // The last few in a buffer: whatever a compiler makes of the polynomial, it is one for all, so that a weight does
-    // not depend on where its range begins.
-    alignas(32) float rest[8] = {};
-    for (t = low; t < high; t += 8) {
-      const std::size_t count = (std::min)(high - t, std::size_t{8});
-      float* at = count == 8 ? logits + t : rest;
-      if (count < 8) std::copy_n(logits + t, count, rest);
-      _mm256_storeu_ps(at, exp_negative8(_mm256_sub_ps(_mm256_loadu_ps(at), top)));
-      if (count < 8) std::copy_n(rest, count, logits + t);
+    __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (t = low - low % 16; t < high; t += 16) {
+      const std::size_t from = (std::max)(t, low), count = (std::min)(t + 16, high) - from;
+      alignas(32) float ragged[16];
+      float* at = count == 16 ? logits + t : ragged;
+      if (count < 16) {
+        std::fill_n(ragged, 16, -3e38f);
+        std::copy_n(logits + from, count, ragged + (from - t));
+      }
+      const __m256 a = exp_negative8(_mm256_sub_ps(_mm256_loadu_ps(at), top));
+      const __m256 b = exp_negative8(_mm256_sub_ps(_mm256_loadu_ps(at + 8), top));
+      _mm256_storeu_ps(at, a);
+      _mm256_storeu_ps(at + 8, b);
+      if (count < 16) std::copy_n(ragged + (from - t), count, logits + from);
+      sums[0] = _mm256_add_ps(sums[0], a);
+      sums[1] = _mm256_add_ps(sums[1], b);
     }
-    state.sum = state.sum * factor + sum_by_lane(logits, begin, end);
+    state.sum = state.sum * factor + tree(sums[0], sums[1]);
     state.largest = largest;
     return factor;
   }
@@ -376,10 +337,7 @@ struct Avx2Kernels : PortableKernels<V> {
       most = _mm256_max_ps(most, x);
       _mm256_storeu_ps(product + t, x);
     }
-    alignas(32) float lanes[8];
-    _mm256_store_ps(lanes, most);
-    float largest = 0;
-    for (const float x : lanes) largest = (std::max)(largest, x);
+    const float largest = maximum(most);
     sums.probability = sum_by_lane(p, begin, end);
     if (part.zero_points != nullptr) {
       float zero[kMaxPage];
@@ -402,38 +360,56 @@ struct Avx2Kernels : PortableKernels<V> {
   static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
                          const WeightSums* sums, float* out, std::size_t out_stride) {
+    alignas(32) std::int16_t numbers[kBlock * kMaxPage];
+    alignas(32) std::uint8_t unpacked[16 * kMaxPage];
     alignas(32) float center[kMaxRow];
-    Base::decode_center(part, center);
+    decode_center8(part, center);
+    const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16, count = tile_end - tile_begin;
     const Avx2Reader<Codes> reader(codes);
-    for (std::size_t first = 0; first < rows; first += kRows) {
-      const auto groups = [&](auto count) {
-        accumulate_rows<decltype(count)::value>(part, reader, codes, tile_begin, tile_end,
-                                                weights + first * weight_stride, weight_stride, sums + first, center,
-                                                out + first * out_stride, out_stride);
-      };
-      const std::size_t set = (std::min)(kRows, rows - first);
-      if (set == 1) groups(Count<1>());
-      if (set == 2) groups(Count<2>());
-      if (set == 3) groups(Count<3>());
-      if (set == 4) groups(Count<4>());
+    std::ptrdiff_t ahead = fetch_head(part);
+    for (std::size_t first = 0; first < rows; first += kBlock, ahead = 0) {
+      const std::size_t set = (std::min)(kBlock, rows - first);
+      std::int32_t start[kBlock];
+      for (std::size_t r = 0; r < set; ++r) {
+        start[r] =
+            pair_weights(weights + (first + r) * weight_stride + tile_begin * 16, count * 16, numbers + r * kMaxPage);
+      }
+      for (std::size_t group = 0; group < groups; ++group) {
+        const std::size_t index = group * tiles + tile_begin;
+        const std::uint8_t* fragments = part.fragments + index * layout::fragment_bytes(Codes::bits);
+        const std::uint8_t* end =
+            index != 0 ? fragments : part.fragments + tiles * groups * layout::fragment_bytes(Codes::bits);
+        const Avx2Run<Codes> run{reader, fragments, end - 16, ahead};
+        for_rows(run, count, set, unpacked, [&](auto row_count, const auto& levels, std::size_t r) {
+          accumulate_rows<decltype(row_count)::value>(levels, count, numbers + r * kMaxPage, start + r,
+                                                      sums + first + r, center + group * 16,
+                                                      out + (first + r) * out_stride + group * 16, out_stride);
+        });
+      }
     }
   }
 
   static void accumulate_raw(const bfloat16* values, std::size_t count, std::size_t dim, std::size_t rows,
                              const float* p, std::size_t p_stride, float* out, std::size_t out_stride) {
-    for (std::size_t r = 0; r < rows; ++r) {
-      for (std::size_t i = 0; i < dim; i += 16) {
-        float* to = out + r * out_stride + i;
-        __m256 a = _mm256_loadu_ps(to), b = _mm256_loadu_ps(to + 8);
-        for (std::size_t t = 0; t < count; ++t) {
-          const float probability = p[r * p_stride + t];
-          if (!(probability > 0)) continue;
-          const __m256 weight = _mm256_set1_ps(probability);
-          a = _mm256_add_ps(a, _mm256_mul_ps(weight, widen8(values + t * dim + i)));
-          b = _mm256_add_ps(b, _mm256_mul_ps(weight, widen8(values + t * dim + i + 8)));
+    constexpr std::size_t kTokens = 16;  // widened once for all rows, 32 coordinates at a time
+    alignas(32) float widened[kTokens * 32];
+    for (std::size_t begin = 0; begin < count; begin += kTokens) {
+      const std::size_t tokens = (std::min)(kTokens, count - begin);
+      for (std::size_t i = 0; i < dim; i += 32) {
+        const std::size_t vectors = (std::min)(dim - i, std::size_t{32}) / 8;
+        for (std::size_t t = 0; t < tokens; ++t) {
+          const bfloat16* from = values + (begin + t) * dim + i;
+          for (std::size_t v = 0; v < vectors; ++v) _mm256_store_ps(widened + t * 32 + v * 8, widen8(from + v * 8));
         }
-        _mm256_storeu_ps(to, a);
-        _mm256_storeu_ps(to + 8, b);
+        for (std::size_t r = 0; r < rows; ++r) {
+          const float* weights = p + r * p_stride + begin;
+          float* to = out + r * out_stride + i;
+          if (vectors == 4) {
+            add_weighted<4>(widened, tokens, weights, to);
+          } else {
+            add_weighted<2>(widened, tokens, weights, to);
+          }
+        }
       }
     }
   }
@@ -444,173 +420,230 @@ struct Avx2Kernels : PortableKernels<V> {
 
  private:
   using Base = PortableKernels<V>;
-  using Trellis = PortableTrellis<Avx2Kernels>;
-  friend Trellis;
-  using Base::kMaxPage;
-  using Base::kMaxRow;
-
-  static constexpr std::size_t kRows = 4;  // whose sums stay in registers
+  using Base::kMaxPage, Base::kMaxRow;
+  static constexpr std::size_t kRows = 4;    // whose sums stay in registers
+  static constexpr std::size_t kBlock = 16;  // rows that share one unpacking
   template <std::size_t N>
-  struct Count {
-    static constexpr std::size_t value = N;
-  };
-
-  // In-place Walsh-Hadamard transform, butterflies of growing distance, as the portable one.
-  static void sylvester(float* x, std::size_t n) {
-    if (n < 8) {
-      Base::sylvester(x, n);
-      return;
-    }
-    for (std::size_t i = 0; i < n; i += 8) {
-      __m256 v = _mm256_loadu_ps(x + i);
-      __m256 other = _mm256_permute_ps(v, 0xb1);
-      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xaa);
-      other = _mm256_permute_ps(v, 0x4e);
-      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xcc);
-      other = _mm256_permute2f128_ps(v, v, 1);
-      v = _mm256_blend_ps(_mm256_add_ps(v, other), _mm256_sub_ps(other, v), 0xf0);
-      _mm256_storeu_ps(x + i, v);
-    }
-    for (std::size_t h = 8; h < n; h *= 2) {
-      for (std::size_t block = 0; block < n; block += 2 * h) {
-        for (std::size_t i = block; i < block + h; i += 8) {
-          const __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + h);
-          _mm256_storeu_ps(x + i, _mm256_add_ps(a, b));
-          _mm256_storeu_ps(x + i + h, _mm256_sub_ps(a, b));
-        }
-      }
-    }
-  }
-
-  // Costs of the states that 16 successive windows come from, each for 2^B windows.
-  template <unsigned B>
-  static __m256i predecessors(const std::int16_t* cost) {
-    if constexpr (B == 4) {
-      return _mm256_set1_epi16(*cost);
-    } else if constexpr (B == 3) {
-      std::int32_t two = 0;
-      std::memcpy(&two, cost, sizeof two);
-      return _mm256_shuffle_epi8(_mm256_set1_epi32(two),
-                                 _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1,  //
-                                                  2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3));
-    } else {
-      std::int64_t four = 0;
-      std::memcpy(&four, cost, sizeof four);
-      return _mm256_shuffle_epi8(_mm256_set1_epi64x(four),
-                                 _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
-                                                  4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
-    }
-  }
+  using Count = std::integral_constant<std::size_t, N>;
 
   static __m256 widen8(const bfloat16* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
   }
 
-  // Both planes of a query in one number of 16 bits: |128 p0 + p1| <= 16319.
-  static void widen_query(const QueryBlock& block, std::size_t r, std::int16_t* to) {
+  static void decode_center8(const CodedPart& part, float* out) {
+    const __m256 scale = _mm256_set1_ps(part.center_scale);
+    for (std::size_t i = 0; i < part.dim; i += 8) {
+      __m256i level = _mm256_setzero_si256();
+      if (part.center_bits == 8) {
+        level = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(part.center + i)));
+      } else if (part.center_bits == 16) {
+        level = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(part.center + 2 * i)));
+      }
+      _mm256_store_ps(out + i, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(level)));
+    }
+  }
+
+  // Fetches what lies before the fragments of the next page's part. Returns the distance to that part; 0: there is
+  // none.
+  static std::ptrdiff_t fetch_head(const CodedPart& part) {
+    if (part.next == nullptr) return 0;
+    for (std::ptrdiff_t at = 0; at < part.fragments - part.begin(); at += 64) fetch_line(part.next + at);
+    return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(part.next) -
+                                       reinterpret_cast<std::uintptr_t>(part.begin()));
+  }
+
+  // The numbers of eight depths in the order (0, 2) (1, 3) (4, 6) (5, 7). Both planes of a query are one number of 16
+  // bits, |128 p0 + p1| <= 16319. Returns where the sums must start: -128 times the sum of the numbers.
+  static std::int32_t pair_query(const QueryBlock& block, std::size_t r, std::int16_t* to) {
     const std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
+    const __m128i ones = _mm_set1_epi16(1);
+    __m128i sum = _mm_setzero_si128();
     for (std::size_t i = 0; i < block.dim; i += 16) {
-      __m256i q = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(planes + i)));
+      const auto split = [i](const std::int8_t* plane, __m128i(&halves)[2]) {
+        const __m128i q = _mm_loadu_si128(reinterpret_cast<const __m128i*>(plane + i));
+        halves[0] = _mm_srai_epi16(_mm_slli_epi16(q, 8), 8);
+        halves[1] = _mm_srai_epi16(q, 8);
+      };
+      __m128i q[2];
+      split(planes, q);
       if (block.plane_count == 2) {
-        const __m256i low =
-            _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(planes + block.dim + i)));
-        q = _mm256_add_epi16(_mm256_slli_epi16(q, 7), low);
+        __m128i low[2];
+        split(planes + block.dim, low);
+        for (std::size_t k = 0; k < 2; ++k) q[k] = _mm_add_epi16(_mm_slli_epi16(q[k], 7), low[k]);
       }
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), q);
+      sum = _mm_add_epi32(sum, _mm_add_epi32(_mm_madd_epi16(q[0], ones), _mm_madd_epi16(q[1], ones)));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + i), _mm_unpacklo_epi32(q[0], q[1]));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + i + 8), _mm_unpackhi_epi32(q[0], q[1]));
     }
+    return -128 * sum4(sum);
+  }
+  // The same for the weights of `count` tokens: 256 of them times 128 stay below 2^31.
+  static std::int32_t pair_weights(const std::int16_t* weights, std::size_t count, std::int16_t* to) {
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15), ones = _mm_set1_epi16(1);
+    __m128i sum = _mm_setzero_si128();
+    for (std::size_t t = 0; t < count; t += 8) {
+      const __m128i w = _mm_loadu_si128(reinterpret_cast<const __m128i*>(weights + t));
+      sum = _mm_add_epi32(sum, _mm_madd_epi16(w, ones));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + t), _mm_shuffle_epi8(w, order));
+    }
+    return -128 * sum4(sum);
+  }
+  static std::int32_t sum4(__m128i x) {
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
   }
 
-  // Four numbers of 16 bits, to every 64-bit lane.
-  static __m256i broadcast4(const std::int16_t* from) {
-    std::int64_t four = 0;
-    std::memcpy(&four, from, sizeof four);
-    return _mm256_set1_epi64x(four);
+  static __m256i broadcast_pair(const std::int16_t* from) {
+    std::int32_t pair = 0;
+    std::memcpy(&pair, from, sizeof pair);
+    return _mm256_set1_epi32(pair);
   }
 
-  // sums[r][0, 1] += levels times four numbers per row and slot, in pairs: lanes 0-3 and 4-7 of the half, two sums
-  // each.
-  template <std::size_t R, class Numbers>
-  static void multiply(const __m256i (&levels)[4], Numbers numbers, __m256i (&sums)[R][2]) {
-    for (std::size_t s = 0; s < 4; ++s) {
-      const __m256i low = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(levels[s]));
-      const __m256i high = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(levels[s], 1));
+  // Calls body(Count<R>, levels, r) for sets of at most four of the rows. Many rows read an unpacked copy of the run.
+  template <class Codes, class Body>
+  [[gnu::always_inline]] static void for_rows(const Avx2Run<Codes>& run, std::size_t fragments, std::size_t rows,
+                                              std::uint8_t* unpacked, Body body) {
+    const auto sets = [&](const auto& levels) {
+      for (std::size_t r = 0; r < rows; r += kRows) {
+        const std::size_t set = (std::min)(kRows, rows - r);
+        if (set == 1) body(Count<1>(), levels, r);
+        if (set == 2) body(Count<2>(), levels, r);
+        if (set == 3) body(Count<3>(), levels, r);
+        if (set == 4) body(Count<4>(), levels, r);
+      }
+    };
+    if (rows <= kRows) {
+      sets(run);
+      return;
+    }
+    for (std::size_t i = 0; i < fragments; ++i) {
+      auto* to = reinterpret_cast<__m256i*>(unpacked + i * layout::kFragmentCodes);
+      __m256i bytes[4];
+      run.template read<0>(i, bytes);
+      for (std::size_t k = 0; k < 4; ++k) _mm256_store_si256(to + k, bytes[k]);
+      run.template read<1>(i, bytes);
+      for (std::size_t k = 0; k < 4; ++k) _mm256_store_si256(to + 4 + k, bytes[k]);
+    }
+    sets(Avx2Unpacked<Codes>{unpacked});
+  }
+
+  // g++ would add all products of a fragment as a tree, and spill most of them.
+  [[gnu::always_inline]] static void settle(__m256i& sum) { __asm__("" : "+x"(sum)); }
+
+  // sums[r][h] += levels times the numbers of eight depths, lanes 8 h to 8 h + 7.
+  template <std::size_t R, class Reader>
+  [[gnu::always_inline]] static void multiply(const __m256i (&bytes)[4], const std::int16_t* numbers,
+                                              std::size_t stride, __m256i (&sums)[R][2]) {
+    const __m256i low = _mm256_set1_epi16(255);
+    for (std::size_t k = 0; k < 2; ++k) {
+      const __m256i even[2] = {_mm256_and_si256(bytes[2 * k], low), _mm256_and_si256(bytes[2 * k + 1], low)};
+      const __m256i odd[2] = {_mm256_srli_epi16(bytes[2 * k], 8), _mm256_srli_epi16(bytes[2 * k + 1], 8)};
       for (std::size_t r = 0; r < R; ++r) {
-        const __m256i four = broadcast4(numbers(r) + 4 * s);
-        sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(low, four));
-        sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(high, four));
+        const __m256i first = broadcast_pair(numbers + r * stride + 2 * Reader::even(k));
+        const __m256i second = broadcast_pair(numbers + r * stride + 2 * Reader::odd(k));
+        for (std::size_t h = 0; h < 2; ++h) {
+          sums[r][h] = _mm256_add_epi32(sums[r][h], _mm256_madd_epi16(even[h], first));
+          sums[r][h] = _mm256_add_epi32(sums[r][h], _mm256_madd_epi16(odd[h], second));
+          settle(sums[r][h]);
+        }
       }
     }
   }
-  // The eight lanes in order.
-  static __m256 total(const __m256i (&sums)[2]) {
-    return _mm256_cvtepi32_ps(_mm256_permute4x64_epi64(_mm256_hadd_epi32(sums[0], sums[1]), 0xd8));
+  // sums[r][h] = the sums over a run of fragments. numbers: [R][stride], 16 per fragment.
+  template <std::size_t R, class Levels>
+  [[gnu::always_inline]] static void multiply_run(const Levels& levels, std::size_t fragments,
+                                                  const std::int16_t* numbers, std::size_t stride,
+                                                  const std::int32_t* start, __m256i (&sums)[R][2]) {
+    for (std::size_t r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_set1_epi32(start[r]);
+    for (std::size_t i = 0; i < fragments; ++i) {
+      __m256i bytes[4];
+      levels.template read<0>(i, bytes);
+      multiply<R, typename Levels::Reader>(bytes, numbers + 16 * i, stride, sums);
+      levels.template read<1>(i, bytes);
+      multiply<R, typename Levels::Reader>(bytes, numbers + 16 * i + 8, stride, sums);
+    }
   }
 
-  template <std::size_t R, class Reader, class Codes>
-  static void score_rows(const CodedPart& part, const Reader& reader, const Codes& codes, std::size_t tile_begin,
-                         std::size_t tile_end, const std::int16_t* queries, const float* step, const float* shared,
-                         const float* factor, float* logits, std::size_t stride) {
-    const std::size_t groups = part.dim / 16;
+  // One tile.
+  template <std::size_t R, class Levels>
+  static void score_rows(const CodedPart& part, const Levels& levels, std::size_t tile, const std::int16_t* numbers,
+                         const std::int32_t* start, const float* step, const float* shared, const float* factor,
+                         float* logits, std::size_t stride) {
     const __m256 most = _mm256_set1_ps(3.402823466e38f), least = _mm256_set1_ps(-3.402823466e38f);
-    for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
-      for (std::size_t half = 0; half < 2; ++half) {
-        __m256i sums[R][2] = {};
-        for (std::size_t group = 0; group < groups; ++group) {
-          __m256i levels[4];
-          reader.read(Base::fragment_at(layout::Side::key, part, codes, tile, group),
-                      Base::history_of(layout::Side::key, part, codes, tile, group), half, levels);
-          multiply(
-              levels, [&](std::size_t r) { return queries + r * part.dim + group * 16; }, sums);
-        }
-        const __m256 scales = widen8(part.scales + tile * 16 + half * 8);
-        for (std::size_t r = 0; r < R; ++r) {
-          const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(step[r]), scales);
-          __m256 x = _mm256_add_ps(_mm256_mul_ps(scale, total(sums[r])), _mm256_set1_ps(shared[r]));
-          x = _mm256_mul_ps(x, _mm256_set1_ps(factor[r]));
-          _mm256_storeu_ps(logits + r * stride + tile * 16 + half * 8, _mm256_min_ps(_mm256_max_ps(x, least), most));
-        }
+    __m256i sums[R][2];
+    multiply_run<R>(levels, part.dim / 16, numbers, part.dim, start, sums);
+    for (std::size_t h = 0; h < 2; ++h) {
+      const __m256 scales = widen8(part.scales + tile * 16 + h * 8);
+      for (std::size_t r = 0; r < R; ++r) {
+        const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(step[r]), scales);
+        __m256 x = _mm256_add_ps(_mm256_mul_ps(scale, _mm256_cvtepi32_ps(sums[r][h])), _mm256_set1_ps(shared[r]));
+        x = _mm256_mul_ps(x, _mm256_set1_ps(factor[r]));
+        _mm256_storeu_ps(logits + r * stride + tile * 16 + h * 8, _mm256_min_ps(_mm256_max_ps(x, least), most));
       }
     }
   }
 
-  template <std::size_t R, class Reader, class Codes>
-  static void accumulate_rows(const CodedPart& part, const Reader& reader, const Codes& codes, std::size_t tile_begin,
-                              std::size_t tile_end, const std::int16_t* weights, std::size_t weight_stride,
-                              const WeightSums* rows, const float* center, float* out, std::size_t out_stride) {
-    for (std::size_t group = 0; group < part.dim / 16; ++group) {
-      for (std::size_t half = 0; half < 2; ++half) {
-        __m256i sums[R][2] = {};
-        for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
-          __m256i levels[4];
-          reader.read(Base::fragment_at(layout::Side::value, part, codes, tile, group),
-                      Base::history_of(layout::Side::value, part, codes, tile, group), half, levels);
-          multiply(
-              levels, [&](std::size_t r) { return weights + r * weight_stride + tile * 16; }, sums);
-        }
-        const __m256 mean = _mm256_load_ps(center + group * 16 + half * 8);
-        for (std::size_t r = 0; r < R; ++r) {
-          if (!(rows[r].probability > 0)) continue;
-          float* to = out + r * out_stride + group * 16 + half * 8;
-          const __m256 codes_part = rows[r].coefficient > 0
-                                        ? _mm256_mul_ps(_mm256_set1_ps(rows[r].coefficient), total(sums[r]))
-                                        : _mm256_setzero_ps();
-          const __m256 rest = _mm256_add_ps(_mm256_mul_ps(_mm256_set1_ps(rows[r].probability), mean),
-                                            _mm256_set1_ps(rows[r].zero_point));
-          _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), _mm256_add_ps(codes_part, rest)));
-        }
+  // One group of 16 coordinates. numbers: [R][kMaxPage].
+  template <std::size_t R, class Levels>
+  static void accumulate_rows(const Levels& levels, std::size_t fragments, const std::int16_t* numbers,
+                              const std::int32_t* start, const WeightSums* rows, const float* center, float* out,
+                              std::size_t out_stride) {
+    __m256i sums[R][2];
+    multiply_run<R>(levels, fragments, numbers, kMaxPage, start, sums);
+    for (std::size_t r = 0; r < R; ++r) {
+      if (!(rows[r].probability > 0)) continue;
+      for (std::size_t h = 0; h < 2; ++h) {
+        float* to = out + r * out_stride + h * 8;
+        const __m256 codes_part = _mm256_mul_ps(_mm256_set1_ps(rows[r].coefficient), _mm256_cvtepi32_ps(sums[r][h]));
+        const __m256 rest =
+            _mm256_add_ps(_mm256_mul_ps(_mm256_set1_ps(rows[r].probability), _mm256_load_ps(center + h * 8)),
+                          _mm256_set1_ps(rows[r].zero_point));
+        _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), _mm256_add_ps(codes_part, rest)));
       }
     }
   }
 
-  // dim is a multiple of 16. 16 partial sums, then a tree, as the portable one.
-  static float dot(const float* a, const float* b, std::size_t dim) {
-    __m256 low = _mm256_setzero_ps(), high = low;
+  // to[0, 8 N) += the weighted sum of the rows [tokens][32]; tokens without weight are left out.
+  template <std::size_t N>
+  [[gnu::always_inline]] static void add_weighted(const float* rows, std::size_t tokens, const float* weights,
+                                                  float* to) {
+    __m256 sums[N];
+    for (std::size_t v = 0; v < N; ++v) sums[v] = _mm256_loadu_ps(to + v * 8);
+    for (std::size_t t = 0; t < tokens; ++t) {
+      if (!(weights[t] > 0)) continue;
+      const __m256 weight = _mm256_set1_ps(weights[t]);
+      for (std::size_t v = 0; v < N; ++v) {
+        sums[v] = _mm256_add_ps(sums[v], _mm256_mul_ps(weight, _mm256_load_ps(rows + t * 32 + v * 8)));
+      }
+    }
+    for (std::size_t v = 0; v < N; ++v) _mm256_storeu_ps(to + v * 8, sums[v]);
+  }
+
+  // Dot products of `a` with N rows b[n][dim], dim a multiple of 16: 16 partial sums each, then a tree, as the portable
+  // one.
+  template <std::size_t N>
+  [[gnu::always_inline]] static void dot_rows(const float* a, const float* b, std::size_t dim, float* dots) {
+    __m256 low[N], high[N];
+    for (std::size_t n = 0; n < N; ++n) low[n] = high[n] = _mm256_setzero_ps();
     for (std::size_t i = 0; i < dim; i += 16) {
-      low = _mm256_add_ps(low, _mm256_mul_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i)));
-      high = _mm256_add_ps(high, _mm256_mul_ps(_mm256_loadu_ps(a + i + 8), _mm256_loadu_ps(b + i + 8)));
+      const __m256 first = _mm256_loadu_ps(a + i), second = _mm256_loadu_ps(a + i + 8);
+      for (std::size_t n = 0; n < N; ++n) {
+        low[n] = _mm256_add_ps(low[n], _mm256_mul_ps(first, _mm256_loadu_ps(b + n * dim + i)));
+        high[n] = _mm256_add_ps(high[n], _mm256_mul_ps(second, _mm256_loadu_ps(b + n * dim + i + 8)));
+      }
     }
-    return tree(low, high);
+    for (std::size_t n = 0; n < N; ++n) dots[n] = tree(low[n], high[n]);
+  }
+  static float dot(const float* a, const float* b, std::size_t dim) {
+    float result = 0;
+    dot_rows<1>(a, b, dim, &result);
+    return result;
+  }
+  static float maximum(__m256 x) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
   static float tree(__m256 low, __m256 high) {
     const __m256 eight = _mm256_add_ps(low, high);

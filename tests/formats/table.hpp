@@ -1,0 +1,46 @@
+// All pairs of a key codec and a value codec, for one set of kernels.
+#pragma once
+
+#include <array>
+#include <cstddef>
+
+#include <turboquant/turboquant.hpp>
+
+namespace tests {
+
+template <class... C>
+struct Codecs {
+  static constexpr std::size_t count = sizeof...(C);
+};
+
+using KeyCodecs = Codecs<turboquant::PolarQuant<1>, turboquant::PolarQuant<2>, turboquant::PolarQuant<3>,
+                         turboquant::PolarQuant<4>, turboquant::PolarQuant<8>, turboquant::TrellisQuant<2>,
+                         turboquant::TrellisQuant<3>, turboquant::TrellisQuant<4>>;
+using ValueCodecs = Codecs<turboquant::PolarQuant<1>, turboquant::PolarQuant<2>, turboquant::PolarQuant<3>,
+                           turboquant::PolarQuant<4>, turboquant::PolarQuant<8>, turboquant::ScalarQuant<2>,
+                           turboquant::ScalarQuant<3>, turboquant::ScalarQuant<4>, turboquant::ScalarQuant<8>,
+                           turboquant::TrellisQuant<2>, turboquant::TrellisQuant<3>, turboquant::TrellisQuant<4>>;
+
+using Table = std::array<const turboquant::detail::Operations*, KeyCodecs::count * ValueCodecs::count>;
+
+template <class Kernels, class... Key, class... Value>
+Table make_table(Codecs<Key...>, Codecs<Value...>) {
+  Table table{};
+  std::size_t size = 0;
+  const auto add_row = [&]<class K>(std::type_identity<K>) {
+    ((table[size++] = &turboquant::detail::kOperations<turboquant::Format<K, Value>, Kernels>), ...);
+  };
+  (add_row(std::type_identity<Key>()), ...);
+  return table;
+}
+
+// One unit each.
+Table portable_operations();
+#if defined(TURBOQUANT_HAS_AVX2)
+Table avx2_operations();
+#endif
+#if defined(TURBOQUANT_HAS_AVX512)
+Table avx512_operations();
+#endif
+
+}  // namespace tests
