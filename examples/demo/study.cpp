@@ -60,10 +60,12 @@ class Study {
   void time() {
     if (extent_.timed_context == 0) return;
     for (Row& row : rows_) {
-      // Formats of others are decoded before use here, which takes no time worth telling.
-      const bool is_real =
-          row.choice.format.starts_with("TQ") || row.choice.format == "f16" || row.choice.format == "f32";
-      if (is_real) row.attention_time = time(row.choice);
+      // Formats of others are decoded before use here, which takes no time worth telling; centres and first tokens
+      // hardly change what the library's own take.
+      const std::string& format = row.choice.format;
+      const bool is_real = format == "f32" || format == "f16" || format.starts_with("TQ");
+      const bool is_variant = row.choice.first_tokens > 0 || format.find("not centred") != std::string::npos;
+      if (is_real && !is_variant) row.attention_time = time(row.choice);
       advance_();
     }
   }

@@ -1,15 +1,14 @@
 // A scheduler of one loop: admit, draft, run one batch, verify, retire.
 #include "serving.hpp"
 
+#include "cache_decorator.hpp"
+
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 #include <utility>
 
 namespace engine {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 class Server {
  public:
@@ -22,16 +21,16 @@ class Server {
   ServingReport run(std::span<const Token> shared_prompt) {
     shared_prompt_ = shared_prompt;
     const std::size_t shared = cache_.create();
-    const auto begin = Clock::now();
+    const double begin = processor_seconds();
     for (std::size_t done = 0; done < shared_prompt.size(); done += options_.chunk_tokens) {
       const auto chunk = shared_prompt.subspan(done, (std::min)(options_.chunk_tokens, shared_prompt.size() - done));
       const SequenceStep step{shared, chunk, false};
       shared_logits_ = model_.forward(cache_, {&step, 1});
     }
-    report_.prompt_seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+    report_.prompt_seconds += processor_seconds() - begin;
     while (!active_.empty() || next_ < requests_.size()) {
       while (active_.size() < options_.batch && next_ < requests_.size()) admit(shared);
-      step();
+      if (!active_.empty()) step();
     }
     cache_.release(shared);
     return std::move(report_);
@@ -82,7 +81,7 @@ class Server {
   }
 
   void step() {
-    const auto begin = Clock::now();
+    const double begin = processor_seconds();
     std::vector<SequenceStep> steps;
     std::vector<Active*> taking_part;
     std::size_t prompt_tokens = 0;
@@ -106,7 +105,7 @@ class Server {
       return is_finished(active);
     };
     std::erase_if(active_, is_done);
-    const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    const double seconds = processor_seconds() - begin;
     if (prompt_tokens > 0) {
       report_.prompt_seconds += seconds;
     } else {
