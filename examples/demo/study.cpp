@@ -18,7 +18,7 @@ using engine::CacheChoice;
 using engine::Stress;
 using engine::Token;
 
-constexpr std::size_t kFirstTokens = 16, kCalibrationTokens = 512, kTimedSteps = 32;
+constexpr std::size_t kFirstTokens = 16, kCalibrationTokens = 512, kTimedSteps = 64;
 
 Row coded_row(const std::string& format) {
   Row row;
