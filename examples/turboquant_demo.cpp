@@ -39,12 +39,18 @@ void declare(CLI::App& app, Arguments& arguments) {
   app.add_option("--format", arguments.formats, "only these rows, beside f32")->delimiter(';')->allow_extra_args(false);
   app.add_option("--recent", arguments.recent_tokens, "with --format: so many of the newest tokens stay raw");
   app.add_option("--first", arguments.first_tokens, "with --format: so many of the first tokens stay raw");
-  app.add_option("--window-tokens", arguments.extent.window_tokens, "tokens of a window")->capture_default_str();
-  app.add_option("--windows", arguments.extent.windows, "windows from the start of the text")->capture_default_str();
+  app.add_option("--window-tokens", arguments.extent.window_tokens, "tokens of a window")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app.add_option("--windows", arguments.extent.windows, "windows from the start of the text")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
   app.add_option("--stress-windows", arguments.extent.stress_windows,
                  "windows with keys of other kinds, at most as many")
       ->capture_default_str();
   app.add_option("--passages", arguments.extent.passages, "texts with pass keys, of each length")
+      ->capture_default_str();
+  app.add_option("--context", arguments.extent.timed_context, "tokens at which attention is timed; 0: not at all")
       ->capture_default_str();
   app.add_flag("--thorough", arguments.is_thorough, "more of everything: 16 windows, 322 pass keys. Takes a while");
   app.add_flag("--ablate", arguments.ablates, "instead: keys alone and values alone, the other side in 8 bits");
@@ -52,14 +58,11 @@ void declare(CLI::App& app, Arguments& arguments) {
   app.add_option("--svg", arguments.plot, "draw divergence against true bits into this file");
   app.add_flag("--quiet", arguments.is_quiet, "print nothing but errors");
   app.footer(
-      "Every token is coded, a query's own included, except in rows with +recent (the newest 64 to 127 tokens and at\n"
-      "most so many are raw: the library's default) and +first (the first 16 too). KL is the mean divergence of the "
-      "next\n"
-      "token's distribution from that with an f32 cache, in nats. Three columns repeat it for models with other keys "
-      "but\n"
-      "the same exact attention: 20 deviations added to all keys; four channels of every head 16 times as large; a "
-      "token\n"
-      "in front with a key 20 times as long. Attention is that of one decode step at the context, on one core.");
+      "Every token is coded, a query's own included, except in rows with +recent (the newest 64 to 127 tokens\n"
+      "are raw, the library's default) and +first (the first 16 too). KL is the mean divergence of the next\n"
+      "token's distribution from that with an f32 cache, in nats. Three columns repeat it for models with other\n"
+      "keys but the same exact attention: 20 deviations added to all keys; four channels of every head 16 times\n"
+      "as large; a token in front with a key 20 times as long. Attention is one decode step, on one core.");
 }
 
 std::vector<demo::Row> chosen_rows(const Arguments& arguments) {
@@ -115,9 +118,9 @@ int run(int argc, char** argv) {
     demo::measure(model, tokens, text, extent, rows, [&] { bar.advance(); });
   }
   if (!arguments.is_quiet) {
-    fmt::print("{} layers of {} KV heads of {}; {} windows of {} tokens, attention at {}\n\n{}", model.config().layers,
-               model.config().kv_heads, model.config().head_dim, extent.windows, extent.window_tokens,
-               extent.timed_context, demo::table(extent, rows));
+    fmt::print("{} layers of {} KV heads of {}; {} window{} of {} tokens, attention at {}\n\n{}", model.config().layers,
+               model.config().kv_heads, model.config().head_dim, extent.windows, extent.windows == 1 ? "" : "s",
+               extent.window_tokens, extent.timed_context, demo::table(extent, rows));
     if (is_sample) {
       fmt::print(
           "The model is small and its keys are tame (10-20 % of their energy is common to all tokens, no outlier\n"

@@ -118,13 +118,14 @@ class Study {
     choice.codes_everything = false;
     engine::TimedCache cache(engine::make_cache(choice, model_.attention_shape()), 1);
     const std::size_t sequence = cache.create(), context = (std::min)(extent_.timed_context, tokens_.size());
-    const engine::SequenceStep prompt{sequence, tokens_.first(context - kTimedSteps), false};
+    const std::size_t steps = (std::min)(kTimedSteps, context / 2);
+    const engine::SequenceStep prompt{sequence, tokens_.first(context - steps), false};
     static_cast<void>(model_.forward(cache, {&prompt, 1}));
-    for (std::size_t i = context - kTimedSteps; i < context; ++i) {
+    for (std::size_t i = context - steps; i < context; ++i) {
       const engine::SequenceStep step{sequence, tokens_.subspan(i, 1), false};
       static_cast<void>(model_.forward(cache, {&step, 1}));
     }
-    return cache.seconds() / static_cast<double>(kTimedSteps);
+    return cache.seconds() / static_cast<double>(steps);
   }
 
   const engine::Model& model_;
