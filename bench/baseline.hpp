@@ -29,6 +29,11 @@ void compute_logits_f16(Isa isa, const float* query, const std::uint16_t* keys, 
 void compute_logits_eigen(Isa isa, const float* query, const float* keys, std::size_t tokens, std::size_t dim,
                           float* out);
 
+/// out[n] = sum over t of softmax over t (scale * queries[n].keys[t]) * values[t], by Eigen's matrix products, in
+/// blocks of tokens with an online softmax. queries, out: [count][dim].
+void prefill_eigen(Isa isa, const float* queries, std::size_t count, const float* keys, const float* values,
+                   std::size_t tokens, std::size_t dim, float scale, float* out);
+
 /// True for the head groups that attend_f32 and attend_f16 serve: 1, 2, 4 and 8.
 bool is_supported_group(std::size_t heads);
 

@@ -51,35 +51,49 @@ struct RandomTokens {
   }
 };
 
+/// Attention of every query over every token, whatever their positions.
+inline turboquant::AttentionParams all_tokens() {
+  turboquant::AttentionParams params;
+  params.causal = false;
+  return params;
+}
+
 template <class F>
 class FilledCache {
  public:
-  /// `tokens`: rounded up to whole pages.
-  FilledCache(std::size_t tokens, std::size_t dim) : dim_(dim), cache_(config(dim)) {
+  /// `tokens` of each of the `sequences`: rounded up to whole pages.
+  FilledCache(std::size_t tokens, std::size_t dim, turboquant::Isa isa = turboquant::best_isa(),
+              std::size_t sequences = 1)
+      : dim_(dim), cache_(config(dim), isa), sequences_(sequences) {
     const std::size_t page = cache_.config().page_tokens;
     tokens_ = (tokens + page - 1) / page * page;
-    require_ok(cache_.create_sequence(sequence_), "create_sequence");
     const RandomTokens source((std::min)(tokens_, std::size_t{8192}), dim);
-    for (std::size_t left = tokens_; left > 0;) {
-      const std::size_t count = (std::min)(left, source.tokens);
-      source.append_to(cache_, sequence_, count);
-      left -= count;
+    for (turboquant::SequenceId& sequence : sequences_) {
+      require_ok(cache_.create_sequence(sequence), "create_sequence");
+      for (std::size_t left = tokens_; left > 0;) {
+        const std::size_t count = (std::min)(left, source.tokens);
+        source.append_to(cache_, sequence, count);
+        left -= count;
+      }
     }
   }
 
+  /// Of one sequence.
   std::size_t tokens() const { return tokens_; }
 
-  /// out: [heads][tokens()].
+  /// out: [heads][tokens()]. Of the first sequence.
   void compute_logits(const float* queries, std::size_t heads, float* out) const {
-    require_ok(turboquant::logits(cache_, sequence_, 0, turboquant::ConstRows(queries, 1, heads, dim_), out), "logits");
+    require_ok(turboquant::logits(cache_, sequences_[0], 0, turboquant::ConstRows(queries, 1, heads, dim_), out),
+               "logits");
   }
-  /// One decode step that appends nothing. queries, out: [heads][dim].
-  void attend(const float* queries, std::size_t heads, float* out) {
-    turboquant::BatchItem item;
-    item.sequence = sequence_;
-    item.queries = turboquant::ConstRows(queries, 1, heads, dim_);
-    item.out = turboquant::Rows(out, 1, heads, dim_);
-    require_ok(turboquant::attend(cache_, 0, std::span<const turboquant::BatchItem>(&item, 1)), "attend");
+  /// One decode step that appends nothing, all sequences in one call. queries, out: [sequences][heads][dim].
+  template <class E = turboquant::Serial>
+  void attend(const float* queries, std::size_t heads, float* out, E&& executor = {}) {
+    attend_all(queries, 1, heads, out, {}, executor);
+  }
+  /// `count` queries of one head against all tokens. queries, out: [sequences][count][dim].
+  void prefill(const float* queries, std::size_t count, float* out) {
+    attend_all(queries, count, 1, out, all_tokens(), turboquant::Serial());
   }
 
  private:
@@ -91,7 +105,20 @@ class FilledCache {
     return config;
   }
 
+  template <class E>
+  void attend_all(const float* queries, std::size_t count, std::size_t heads, float* out,
+                  const turboquant::AttentionParams& params, E&& executor) {
+    std::vector<turboquant::BatchItem> items(sequences_.size());
+    for (std::size_t k = 0; k < items.size(); ++k) {
+      items[k].sequence = sequences_[k];
+      items[k].queries = turboquant::ConstRows(queries + k * count * heads * dim_, count, heads, dim_);
+      items[k].out = turboquant::Rows(out + k * count * heads * dim_, count, heads, dim_);
+    }
+    require_ok(turboquant::attend(cache_, 0, std::span<const turboquant::BatchItem>(items), params, executor),
+               "attend");
+  }
+
   std::size_t dim_, tokens_ = 0;
   turboquant::KVCache<F> cache_;
-  turboquant::SequenceId sequence_;
+  std::vector<turboquant::SequenceId> sequences_;
 };

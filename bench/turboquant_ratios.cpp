@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <regex>
 #include <string>
 #include <string_view>
@@ -18,6 +19,7 @@
 #include "baseline.hpp"
 #include "filled_cache.hpp"
 #include "measure.hpp"
+#include "two_threads.hpp"
 
 namespace {
 
@@ -30,7 +32,12 @@ struct Options {
   std::regex filter{""};
   std::size_t rounds = 9;
   std::size_t cache_bytes = measure::last_level_cache_bytes();
+  std::optional<turboquant::Isa> forced{};
   bool list = false, detail = false;
+
+  turboquant::Isa isa() const { return forced.value_or(turboquant::best_isa()); }
+  // What is measured of a forced ISA is called after it.
+  std::string suffix() const { return forced ? std::string("_") + turboquant::to_string(*forced) : std::string(); }
 };
 
 // A way to do something; time is counted per unit (token, vector, byte).
@@ -108,7 +115,8 @@ std::shared_ptr<FilledCache<F>> filled_cache(const Options& options, std::size_t
   static std::size_t kept_for = ~std::size_t{0};
   if (kept_for != tokens) {
     kept.reset();
-    kept = std::make_shared<FilledCache<F>>(tokens != kDram ? tokens : dram_bytes(options) / key_code_bytes<F>(), kDim);
+    kept = std::make_shared<FilledCache<F>>(tokens != kDram ? tokens : dram_bytes(options) / key_code_bytes<F>(), kDim,
+                                            options.isa());
     kept_for = tokens;
   }
   return kept;
@@ -173,6 +181,98 @@ double attend_vs_f16(const Options& options, std::size_t tokens, std::size_t hea
   return speed_up(options, contenders);
 }
 
+// Median time of one contender.
+double time_of(const Options& options, const Contender& contender) {
+  const std::vector<Contender> contenders{contender};
+  const auto times = take_turns(contenders, options.rounds);
+  print_times(options, contenders, times);
+  return measure::median(times[0]);
+}
+
+// ns per key and query, eight queries at a time.
+template <class F>
+double logits_group_ns(const Options& options) {
+  constexpr std::size_t kHeads = 8;
+  const std::vector<float> queries = random_floats(kHeads * kDim, 3);
+  const auto cache = filled_cache<F>(options, 1024);
+  std::vector<float> out(kHeads * cache->tokens());
+  return time_of(options, {"turboquant", static_cast<double>(kHeads * cache->tokens()),
+                           [&] { cache->compute_logits(queries.data(), kHeads, out.data()); }});
+}
+
+// ns per token of a decode step of four heads.
+template <class F>
+double attend_ns(const Options& options) {
+  constexpr std::size_t kHeads = 4;
+  const std::vector<float> queries = random_floats(kHeads * kDim, 3);
+  const auto cache = filled_cache<F>(options, 4096);
+  std::vector<float> out(kHeads * kDim);
+  return time_of(options, {"turboquant", static_cast<double>(cache->tokens()),
+                           [&] { cache->attend(queries.data(), kHeads, out.data()); }});
+}
+
+// 512 queries against 8,192 tokens, all seen by all.
+template <class F>
+double prefill_vs_f32(const Options& options) {
+  constexpr std::size_t kQueries = 512, kTokens = 8192;
+  const std::vector<float> queries = random_floats(kQueries * kDim, 3);
+  std::vector<float> our_out(kQueries * kDim), out(kQueries * kDim);
+  const auto cache = filled_cache<F>(options, kTokens);
+  std::vector<Contender> contenders{{"turboquant", static_cast<double>(kQueries * cache->tokens()),
+                                     [&] { cache->prefill(queries.data(), kQueries, our_out.data()); }}};
+  measure::HugeArray<float> keys(kTokens * kDim), values(kTokens * kDim);
+  fill_f32(keys, 4);
+  fill_f32(values, 5);
+  const float scale = 1.0F / std::sqrt(static_cast<float>(kDim));
+  for (const Isa isa : baseline_isas()) {
+    contenders.push_back(
+        {"Eigen f32 " + std::string(to_string(isa)), static_cast<double>(kQueries * kTokens), [&, isa] {
+           baseline::prefill_eigen(isa, queries.data(), kQueries, keys.data(), values.data(), kTokens, kDim, scale,
+                                   out.data());
+         }});
+  }
+  return speed_up(options, contenders);
+}
+
+// A decode step of four heads over a context that the last-level cache holds: one thread over two.
+template <class F>
+double two_threads(const Options& options) {
+  constexpr std::size_t kHeads = 4;
+  const std::vector<float> queries = random_floats(kHeads * kDim, 3);
+  std::vector<float> out(kHeads * kDim);
+  const auto cache = filled_cache<F>(options, 16384);
+  TwoThreads pair;
+  const auto units = static_cast<double>(cache->tokens());
+  return speed_up(options, {{"two threads", units, [&] { cache->attend(queries.data(), kHeads, out.data(), pair); }},
+                            {"one thread", units, [&] { cache->attend(queries.data(), kHeads, out.data()); }}});
+}
+
+// A decode step of 16 sequences of 2,048 tokens, four heads each, in one call.
+template <class F>
+double batch_vs_f16(const Options& options) {
+  constexpr std::size_t kSequences = 16, kTokens = 2048, kHeads = 4;
+  const std::vector<float> queries = random_floats(kSequences * kHeads * kDim, 3);
+  std::vector<float> our_out(queries.size()), out(queries.size());
+  FilledCache<F> cache(kTokens, kDim, options.isa(), kSequences);
+  std::vector<Contender> contenders{{"turboquant", static_cast<double>(kSequences * kTokens),
+                                     [&] { cache.attend(queries.data(), kHeads, our_out.data()); }}};
+  measure::HugeArray<std::uint16_t> keys(kSequences * kTokens * kDim), values(kSequences * kTokens * kDim);
+  fill_f16(keys, 4);
+  fill_f16(values, 5);
+  const float scale = 1.0F / std::sqrt(static_cast<float>(kDim));
+  for (const Isa isa : baseline_isas()) {
+    contenders.push_back(
+        {"loop f16 " + std::string(to_string(isa)), static_cast<double>(kSequences * kTokens), [&, isa] {
+           for (std::size_t s = 0; s < kSequences; ++s) {
+             baseline::attend_f16(isa, queries.data() + s * kHeads * kDim, kHeads, keys.data() + s * kTokens * kDim,
+                                  values.data() + s * kTokens * kDim, kTokens, kDim, scale,
+                                  out.data() + s * kHeads * kDim);
+           }
+         }});
+  }
+  return speed_up(options, contenders);
+}
+
 // Time of reading as many bytes as the key codes have, over the time of the logits.
 template <class F>
 double bandwidth_fraction(const Options& options) {
@@ -194,19 +294,16 @@ double bandwidth_fraction(const Options& options) {
 // ns per vector (a key or a value) of appending tokens with default settings, all but the recent ones being coded.
 template <class F>
 double encode_ns(const Options& options) {
-  turboquant::KVCache<F> cache{turboquant::CacheConfig{}};
+  turboquant::KVCache<F> cache(turboquant::CacheConfig{}, options.isa());
   constexpr std::size_t kCoded = 4096;
   const std::size_t tokens = kCoded + cache.config().recent_tokens;
   const RandomTokens source(tokens, kDim);
-  const std::vector<Contender> contenders{{"append", 2.0 * kCoded, [&] {
-                                             turboquant::SequenceId sequence;
-                                             require_ok(cache.create_sequence(sequence), "create_sequence");
-                                             source.append_to(cache, sequence, tokens);
-                                             cache.release(sequence);
-                                           }}};
-  const auto times = take_turns(contenders, options.rounds);
-  print_times(options, contenders, times);
-  return measure::median(times[0]);
+  return time_of(options, {"append", 2.0 * kCoded, [&] {
+                             turboquant::SequenceId sequence;
+                             require_ok(cache.create_sequence(sequence), "create_sequence");
+                             source.append_to(cache, sequence, tokens);
+                             cache.release(sequence);
+                           }});
 }
 
 // How even the steps of a long decode are: the median of the 65 steps around a step over its own time, for the worst
@@ -219,7 +316,7 @@ double decode_evenness(const Options& options) {
   std::vector<float> out(kHeads * kDim);
   std::vector<double> best(kSteps);
   for (std::size_t round = 0; round < options.rounds; ++round) {
-    turboquant::KVCache<F> cache{turboquant::CacheConfig{}};
+    turboquant::KVCache<F> cache(turboquant::CacheConfig{}, options.isa());
     turboquant::BatchItem item;
     require_ok(cache.create_sequence(item.sequence), "create_sequence");
     require_ok(cache.reserve(item.sequence, kPrompt + kSteps), "reserve");
@@ -271,22 +368,32 @@ void add_attend(std::vector<Measurement>& list, const std::string& format, const
 // In an order that fills every cache once.
 std::vector<Measurement> all_measurements() {
   using turboquant::TQ3, turboquant::TQ4;
+  using Polar3 = turboquant::Format<turboquant::PolarQuant<3>, turboquant::PolarQuant<3>>;
   std::vector<Measurement> list;
   list.push_back({"encode_tq4_ns", encode_ns<TQ4>});
   add_attend<TQ4>(list, "tq4", "4k", 4096);
+  list.push_back({"attend_ns_tq4", attend_ns<TQ4>});
   add_logits<TQ4>(list, "tq4");
   list.push_back({"bandwidth_fraction_logits_tq4", bandwidth_fraction<TQ4>});
   add_attend<TQ4>(list, "tq4", "dram", kDram);
+  list.push_back({"logits_tq4_g8_ns", logits_group_ns<TQ4>});
+  list.push_back({"prefill_tq4_vs_f32", prefill_vs_f32<TQ4>});
+  list.push_back({"threads2_attend_tq4", two_threads<TQ4>});
+  list.push_back({"batch16_attend_tq4_vs_f16", batch_vs_f16<TQ4>});
+  add_logits<Polar3>(list, "polar3");
+  list.push_back({"attend_ns_tq3", attend_ns<TQ3>});
   add_logits<TQ3>(list, "tq3");
+  list.push_back({"bandwidth_fraction_logits_tq3", bandwidth_fraction<TQ3>});
   list.push_back({"decode_evenness_tq3", decode_evenness<TQ3>});
   return list;
 }
 
 constexpr const char* kUsage =
-    "usage: turboquant_ratios [--filter REGEX] [--rounds N] [--llc MIB] [--list] [--detail]\n"
+    "usage: turboquant_ratios [--filter REGEX] [--rounds N] [--llc MIB] [--isa NAME] [--list] [--detail]\n"
     "  --filter REGEX  only names that contain a match\n"
     "  --rounds N      the median of N rounds is printed (default 9)\n"
     "  --llc MIB       last-level cache to assume, in MiB (default: what the system says)\n"
+    "  --isa NAME      kernels to use, which become a suffix of the names (default: the best, no suffix)\n"
     "  --list          print the names and measure nothing\n"
     "  --detail        times of both sides, in ns per token, to standard error\n";
 
@@ -320,6 +427,13 @@ Options parse(int argc, char** argv) {
       options.rounds = count();
     } else if (argument == "--llc") {
       options.cache_bytes = count() << 20;
+    } else if (argument == "--isa") {
+      const std::string_view name = value();
+      for (std::uint8_t number = 0; number < 16 && !options.forced; ++number) {
+        const auto isa = static_cast<turboquant::Isa>(number);
+        if (turboquant::is_supported(isa) && name == turboquant::to_string(isa)) options.forced = isa;
+      }
+      if (!options.forced) refuse("no such kernels here: " + std::string(name));
     } else if (argument == "--list") {
       options.list = true;
     } else if (argument == "--detail") {
@@ -339,13 +453,14 @@ Options parse(int argc, char** argv) {
 int main(int argc, char** argv) {
   const Options options = parse(argc, argv);
   for (const Measurement& measurement : all_measurements()) {
-    if (!std::regex_search(measurement.name, options.filter)) continue;
+    const std::string name = measurement.name + options.suffix();
+    if (!std::regex_search(name, options.filter)) continue;
     if (options.list) {
-      std::printf("%s\n", measurement.name.c_str());
+      std::printf("%s\n", name.c_str());
       continue;
     }
-    if (options.detail) std::fprintf(stderr, "# %s\n", measurement.name.c_str());
-    std::printf("%s %.4g\n", measurement.name.c_str(), measurement.run(options));
+    if (options.detail) std::fprintf(stderr, "# %s\n", name.c_str());
+    std::printf("%s %.4g\n", name.c_str(), measurement.run(options));
     std::fflush(stdout);
   }
 }

@@ -16,7 +16,7 @@ namespace {
 using baseline::Isa;
 constexpr Isa kIsas[] = {Isa::portable, Isa::avx2, Isa::avx512};
 constexpr std::size_t kDims[] = {16, 64, 80, 128, 144, 256};
-constexpr std::size_t kTokens[] = {1, 7, 8, 31, 32, 33, 200};
+constexpr std::size_t kTokens[] = {1, 7, 8, 31, 32, 33, 200, 300};
 
 // The definition of binary16, finite values.
 double widen(std::uint16_t bits) {
@@ -81,7 +81,9 @@ TEST(Baseline, AttentionMatchesTheDoubleLoop) {
         for (const std::size_t tokens : kTokens) {
           const Rows keys(tokens * dim, 3), values(tokens * dim, 4), queries(heads * dim, 5);
           const float scale = 1.0F / std::sqrt(static_cast<float>(dim));
-          std::vector<float> f32(heads * dim), f16(heads * dim);
+          std::vector<float> f32(heads * dim), f16(heads * dim), eigen(heads * dim);
+          baseline::prefill_eigen(isa, queries.f32.data(), heads, keys.f32.data(), values.f32.data(), tokens, dim,
+                                  scale, eigen.data());
           baseline::attend_f32(isa, queries.f32.data(), heads, keys.f32.data(), values.f32.data(), tokens, dim, scale,
                                f32.data());
           baseline::attend_f16(isa, queries.f32.data(), heads, keys.f16.data(), values.f16.data(), tokens, dim, scale,
@@ -101,6 +103,8 @@ TEST(Baseline, AttentionMatchesTheDoubleLoop) {
                   << to_string(isa) << " heads " << heads << " dim " << dim << " tokens " << tokens;
               ASSERT_NEAR(f16[h * dim + i], expected[i] / total, 2e-5)
                   << to_string(isa) << " heads " << heads << " dim " << dim << " tokens " << tokens;
+              ASSERT_NEAR(eigen[h * dim + i], expected[i] / total, 2e-5)
+                  << to_string(isa) << " queries " << heads << " dim " << dim << " tokens " << tokens;
             }
           }
         }

@@ -11,7 +11,7 @@ namespace {
 
 using namespace turboquant;
 
-constexpr Isa kAll[] = {Isa::portable, Isa::avx2, Isa::avx512};
+constexpr Isa kAll[] = {Isa::portable, Isa::avx2, Isa::avx512, Isa::neon};
 
 [[noreturn]] void stop(const char* why, const char* what, int code) {
   std::printf("%s: %s\n", what, why);
@@ -36,6 +36,9 @@ Table operations_on(Isa isa) {
 #endif
 #if defined(TURBOQUANT_HAS_AVX512)
   if (isa == Isa::avx512 && is_supported(isa)) return avx512_operations();
+#endif
+#if defined(TURBOQUANT_HAS_NEON)
+  if (isa == Isa::neon && is_supported(isa)) return neon_operations();
 #endif
   static_cast<void>(isa);
   return portable_operations();

@@ -42,5 +42,8 @@ Table avx2_operations();
 #if defined(TURBOQUANT_HAS_AVX512)
 Table avx512_operations();
 #endif
+#if defined(TURBOQUANT_HAS_NEON)
+Table neon_operations();
+#endif
 
 }  // namespace tests

@@ -180,6 +180,11 @@ struct OperationsOf {
       if (isa == Isa::avx512 && is_supported(isa)) return &kOperations<F, kernels::Avx512>;
     }
 #endif
+#if defined(TURBOQUANT_HAS_NEON)
+    if constexpr (is_built(Isa::neon)) {
+      if (isa == Isa::neon && is_supported(isa)) return &kOperations<F, kernels::Neon>;
+    }
+#endif
     static_cast<void>(isa);
     return &kOperations<F, kernels::Portable>;
   }

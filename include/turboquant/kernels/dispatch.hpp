@@ -3,14 +3,19 @@
 
 #include <cstdint>
 
+#include <turboquant/kernels/arm_neon.hpp>
 #include <turboquant/kernels/portable.hpp>
 #include <turboquant/kernels/x86_avx2.hpp>
 #include <turboquant/kernels/x86_avx512.hpp>
 
+#if defined(TURBOQUANT_HAS_NEON) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace turboquant {
 
 /// A set of kernels. All write the same bytes; attention outputs agree to 2e-4 of their norm.
-enum class Isa : std::uint8_t { portable, avx2, avx512 };
+enum class Isa : std::uint8_t { portable, avx2, avx512, neon };
 
 [[nodiscard]] constexpr const char* to_string(Isa isa) noexcept {
   switch (isa) {
@@ -20,6 +25,8 @@ enum class Isa : std::uint8_t { portable, avx2, avx512 };
       return "avx2";
     case Isa::avx512:
       return "avx512";
+    case Isa::neon:
+      return "neon";
   }
   return "";
 }
@@ -37,6 +44,9 @@ enum class Isa : std::uint8_t { portable, avx2, avx512 };
 #if defined(TURBOQUANT_HAS_AVX512)
   if (isa == Isa::avx512) return true;
 #endif
+#if defined(TURBOQUANT_HAS_NEON)
+  if (isa == Isa::neon) return true;
+#endif
   return false;
 }
 
@@ -52,12 +62,23 @@ enum class Isa : std::uint8_t { portable, avx2, avx512 };
            __builtin_cpu_supports("avx512vnni") != 0 && __builtin_cpu_supports("avx512vbmi") != 0;
   }
 #endif
+#if defined(TURBOQUANT_HAS_NEON)
+  if (isa == Isa::neon) {
+#if defined(__ARM_FEATURE_DOTPROD) || defined(__ENVIRONMENT_MAC_OS_X_VERSION_MIN_REQUIRED__)
+    return is_built(isa);  // by the flags of the build; every Mac
+#elif defined(__linux__)
+    return is_built(isa) && (getauxval(AT_HWCAP) >> 20 & 1u) != 0;  // HWCAP_ASIMDDP
+#else
+    return false;
+#endif
+  }
+#endif
   return isa == Isa::portable;
 }
 
 /// The fastest supported one.
 [[nodiscard]] inline Isa best_isa() noexcept {
-  for (const Isa isa : {Isa::avx512, Isa::avx2}) {
+  for (const Isa isa : {Isa::neon, Isa::avx512, Isa::avx2}) {
     if (is_supported(isa)) return isa;
   }
   return Isa::portable;

@@ -40,8 +40,8 @@ constexpr std::size_t trellis_path_bytes(std::size_t page_tokens, std::size_t di
 /// Work space of encode_trellis_keys and encode_trellis_values.
 template <unsigned B>
 constexpr std::size_t trellis_scratch_bytes(std::size_t page_tokens, std::size_t dim) {
-  const std::size_t length = page_tokens * dim / 16;  // of a sequence of values
-  const std::size_t keys = dim * (TrellisCodes<B>::states + 1);
+  const std::size_t length = page_tokens * dim / 16;                 // of a sequence of values
+  const std::size_t keys = 3 * dim * (TrellisCodes<B>::states + 1);  // for three searches
   const std::size_t values = 2 * page_tokens * dim + length * TrellisCodes<B>::states;
   return (std::max)(keys, values);
 }
@@ -126,9 +126,27 @@ struct PortableTrellis {
     std::copy_n(target + length - kTrellisSeam, kTrellisSeam, around);
     std::copy_n(target, kTrellisSeam, around + kTrellisSeam);
     K::template find_trellis_path<B>(around, 2 * kTrellisSeam, levels, kAnyState, kAnyState, back, path);
+    const unsigned seam = state_after<B>(path, kTrellisSeam);
+    K::template find_trellis_path<B>(target, length, levels, seam, seam, back, path);
+  }
+
+  /// `count` searches of the same length: targets and paths [count][length], back: count * length * states bytes.
+  template <unsigned B>
+  static void find_closed_trellis_paths(const std::int16_t* targets, std::size_t count, std::size_t length,
+                                        const std::int16_t* levels, std::uint8_t* back, std::uint8_t* paths) {
+    for (std::size_t n = 0; n < count; ++n) {
+      find_closed_trellis_path<B>(targets + n * length, length, levels, back, paths + n * length);
+    }
+  }
+
+  static constexpr std::size_t kTrellisSeam = 16;  ///< positions on either side of the seam of a closed path
+
+  /// The state that the first `length` new bits of a path lead to.
+  template <unsigned B>
+  static unsigned state_after(const std::uint8_t* path, std::size_t length) {
     unsigned state = 0;
-    for (std::size_t i = 0; i < kTrellisSeam; ++i) state = (state << B | path[i]) & (TrellisCodes<B>::states - 1);
-    K::template find_trellis_path<B>(target, length, levels, state, state, back, path);
+    for (std::size_t i = 0; i < length; ++i) state = (state << B | path[i]) & (TrellisCodes<B>::states - 1);
+    return state;
   }
 
   /// Codes `count` keys x [dim]. spread: standard deviation of the source in levels. With `search` targets are tried at
@@ -139,20 +157,26 @@ struct PortableTrellis {
   static void encode_trellis_keys(const float* rows, std::size_t count, std::size_t dim, const TrellisCodes<B>& codes,
                                   double spread, ScaleRule rule, bool search, bfloat16* scales, std::uint8_t* paths,
                                   std::uint8_t* scratch) {
-    std::int16_t levels[256], fixed[kLongest], target[kLongest];
+    constexpr std::size_t kMost = std::size(kTrellisSearch);
+    const std::size_t tries = search ? kMost : 1;
+    std::int16_t levels[256], fixed[kLongest], targets[kMost * kLongest];
     list_trellis_levels(codes, levels);
     std::uint8_t* back = scratch;
-    std::uint8_t* tried = scratch + dim * TrellisCodes<B>::states;
+    std::uint8_t* paths_tried = scratch + kMost * dim * TrellisCodes<B>::states;
     for (std::size_t t = 0; t < count; ++t) {
       const auto row = K::to_fixed(rows + t * dim, dim, fixed);
       std::uint8_t* path = paths + t * dim;
       std::memset(path, 0, dim);
       scales[t] = bfloat16{0};
       double best = 0;
-      for (std::size_t g = 0; g < (search ? std::size(kTrellisSearch) : 1) && row.energy != 0; ++g) {
+      if (row.energy == 0) continue;
+      for (std::size_t g = 0; g < tries; ++g) {
         const std::int32_t factor = target_factor(row.energy, dim, spread * kTrellisSearch[g]);
-        for (std::size_t i = 0; i < dim; ++i) target[i] = target_of(fixed[i], factor);
-        find_closed_trellis_path<B>(target, dim, levels, back, tried);
+        for (std::size_t i = 0; i < dim; ++i) targets[g * dim + i] = target_of(fixed[i], factor);
+      }
+      K::template find_closed_trellis_paths<B>(targets, tries, dim, levels, back, paths_tried);
+      for (std::size_t g = 0; g < tries; ++g) {
+        const std::uint8_t* tried = paths_tried + g * dim;
         std::int64_t dot = 0, norm = 0;
         unsigned window = last_window<B>(tried, dim);
         for (std::size_t i = 0; i < dim; ++i) {
@@ -285,11 +309,10 @@ struct PortableTrellis {
   }
 
  private:
-  static constexpr std::size_t kLongest = 1024;    // coordinates
-  static constexpr std::size_t kTrellisSeam = 16;  // positions on either side of the seam of a closed path
+  static constexpr std::size_t kLongest = 1024;  // coordinates
 
   // Scales tried, as multiples of the root mean square.
-  static constexpr double kTrellisSearch[] = {1.0, 0.92, 1.08};
+  static constexpr double kTrellisSearch[3] = {1.0, 0.92, 1.08};
 
   // 128 spread / sqrt(energy / dim) in 13 binary places. The largest magnitude is at most 32 root mean squares, so that
   // products with it stay below 2^31 for spread < 63.

@@ -31,9 +31,10 @@ namespace turboquant::kernels {
 // has the lanes 8 h to 8 h + 7, four bytes each. Its even and its odd bytes are two pairs of depths per lane, each for
 // one vpmaddwd: the pairs `even(k)` and `odd(k)` of (0, 2), (1, 3), (4, 6), (5, 7). That levels are unsigned saves a
 // shift; the sums are then too large by 128 times the sum of the numbers, and right modulo 2^32 once that is taken off.
-template <class Codes>
+template <class V, class Codes>
 struct Avx2Reader;
 
+template <class V>
 struct Avx2Plain {
   static constexpr std::size_t even(std::size_t k) { return 2 * k; }
   static constexpr std::size_t odd(std::size_t k) { return 2 * k + 1; }
@@ -41,16 +42,16 @@ struct Avx2Plain {
   static __m128i load16(const std::uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 };
 
-template <unsigned B>
-struct Avx2Reader<LevelCodes<B>> : Avx2Plain {
+template <class V, unsigned B>
+struct Avx2Reader<V, LevelCodes<B>> : Avx2Plain<V> {
+  using Avx2Plain<V>::load;
   __m256i table;
 
   explicit Avx2Reader(const LevelCodes<B>& codes) {
     alignas(16) std::int8_t levels[16] = {};
-    if constexpr (B == 1 || B == 4) std::memcpy(levels, codes.levels, std::size_t{1} << B);
     // Widths 2 and 3 use an index with the two low bits of the code on top of the third.
-    if constexpr (B == 2 || B == 3) {
-      for (std::size_t c = 0; c < std::size_t{1} << B; ++c) levels[(c & 3) << 2 | c >> 2] = codes.levels[c];
+    for (std::size_t c = 0; B < 8 && c < std::size_t{1} << B % 8; ++c) {
+      levels[B == 2 || B == 3 ? (c & 3) << 2 | c >> 2 : c] = codes.levels[c];
     }
     const __m128i biased = _mm_xor_si128(_mm_load_si128(reinterpret_cast<const __m128i*>(levels)), _mm_set1_epi8(-128));
     table = _mm256_broadcastsi128_si256(biased);
@@ -97,8 +98,9 @@ struct Avx2Reader<LevelCodes<B>> : Avx2Plain {
   }
 };
 
-template <unsigned B>
-struct Avx2Reader<TrellisCodes<B>> : Avx2Plain {
+template <class V, unsigned B>
+struct Avx2Reader<V, TrellisCodes<B>> : Avx2Plain<V> {
+  using Avx2Plain<V>::load, Avx2Plain<V>::load16;
   __m256i first, second;  // A; and B + 128 with the sign of the index's fourth bit
 
   explicit Avx2Reader(const TrellisCodes<B>& codes) {
@@ -182,9 +184,9 @@ struct Avx2Reader<TrellisCodes<B>> : Avx2Plain {
 };
 
 // A run of fragments that lie one behind the other: the groups of a tile of keys, or the tiles of a group of values.
-template <class Codes>
+template <class V, class Codes>
 struct Avx2Run {
-  using Reader = Avx2Reader<Codes>;
+  using Reader = Avx2Reader<V, Codes>;
   const Reader& reader;
   const std::uint8_t* fragments;
   const std::uint8_t* history;  // of the first fragment; every other one continues the one before it
@@ -201,9 +203,9 @@ struct Avx2Run {
 };
 
 // The same, unpacked before, for more rows than share one reading.
-template <class Codes>
+template <class V, class Codes>
 struct Avx2Unpacked {
-  using Reader = Avx2Reader<Codes>;
+  using Reader = Avx2Reader<V, Codes>;
   const std::uint8_t* bytes_of_run;  // aligned to 32
 
   template <std::size_t kUnit>
@@ -216,9 +218,8 @@ struct Avx2Unpacked {
 /// The kernels of portable.hpp for AVX2: the same bytes where bytes are written, and float sums of its order except in
 /// score_raw. `V` is the vector of the translation unit's own target; see PortableKernels.
 ///
-/// Levels are multiplied as int16: one vpmaddwd takes two of them per lane and two numbers of a query or of weights,
-/// which hold both planes of an 8-bit key's query and the 14 bits of a weight. Its sums are those of the lanes, and the
-/// sums of four rows, two registers each, stay in registers. More rows read levels that were unpacked once for all.
+/// Levels are multiplied as int16: one vpmaddwd takes two of them per lane and two numbers of a query (both planes) or
+/// of weights (14 bits). Its sums are those of the lanes; those of four rows, two registers each, stay in registers.
 template <class V>
 struct Avx2Kernels : Avx2Encoders<V> {
   static constexpr const char* name = "avx2";
@@ -234,7 +235,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
     alignas(32) float center[kMaxRow];
     decode_center8(part, center);
     const std::size_t groups = part.dim / 16, tile_bytes = groups * layout::fragment_bytes(Codes::bits);
-    const Avx2Reader<Codes> reader(codes);
+    const Avx2Reader<V, Codes> reader(codes);
     std::ptrdiff_t ahead = fetch_head(part);
     for (std::size_t first = row_begin; first < row_end; first += kBlock, ahead = 0) {
       const std::size_t rows = (std::min)(kBlock, row_end - first);
@@ -246,7 +247,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
       }
       for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
         const std::uint8_t* fragments = part.fragments + tile * tile_bytes;
-        const Avx2Run<Codes> run{reader, fragments, fragments + tile_bytes - 16, ahead};
+        const Avx2Run<V, Codes> run{reader, fragments, fragments + tile_bytes - 16, ahead};
         for_rows(run, groups, rows, unpacked, [&](auto count, const auto& levels, std::size_t r) {
           score_rows<decltype(count)::value>(part, levels, tile, numbers + r * part.dim, start + r,
                                              block.step + first + r, shared + r, factor + first + r,
@@ -365,7 +366,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
     alignas(32) float center[kMaxRow];
     decode_center8(part, center);
     const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16, count = tile_end - tile_begin;
-    const Avx2Reader<Codes> reader(codes);
+    const Avx2Reader<V, Codes> reader(codes);
     std::ptrdiff_t ahead = fetch_head(part);
     for (std::size_t first = 0; first < rows; first += kBlock, ahead = 0) {
       const std::size_t set = (std::min)(kBlock, rows - first);
@@ -379,7 +380,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
         const std::uint8_t* fragments = part.fragments + index * layout::fragment_bytes(Codes::bits);
         const std::uint8_t* end =
             index != 0 ? fragments : part.fragments + tiles * groups * layout::fragment_bytes(Codes::bits);
-        const Avx2Run<Codes> run{reader, fragments, end - 16, ahead};
+        const Avx2Run<V, Codes> run{reader, fragments, end - 16, ahead};
         for_rows(run, count, set, unpacked, [&](auto row_count, const auto& levels, std::size_t r) {
           accumulate_rows<decltype(row_count)::value>(levels, count, numbers + r * kMaxPage, start + r,
                                                       sums + first + r, center + group * 16,
@@ -444,8 +445,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
     }
   }
 
-  // Fetches what lies before the fragments of the next page's part. Returns the distance to that part; 0: there is
-  // none.
+  // Fetches what lies before the fragments of the next page's part. Returns the distance to that part, 0 for none.
   static std::ptrdiff_t fetch_head(const CodedPart& part) {
     if (part.next == nullptr) return 0;
     for (std::ptrdiff_t at = 0; at < part.fragments - part.begin(); at += 64) fetch_line(part.next + at);
@@ -502,7 +502,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
 
   // Calls body(Count<R>, levels, r) for sets of at most four of the rows. Many rows read an unpacked copy of the run.
   template <class Codes, class Body>
-  [[gnu::always_inline]] static void for_rows(const Avx2Run<Codes>& run, std::size_t fragments, std::size_t rows,
+  [[gnu::always_inline]] static void for_rows(const Avx2Run<V, Codes>& run, std::size_t fragments, std::size_t rows,
                                               std::uint8_t* unpacked, Body body) {
     const auto sets = [&](const auto& levels) {
       for (std::size_t r = 0; r < rows; r += kRows) {
@@ -525,7 +525,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
       run.template read<1>(i, bytes);
       for (std::size_t k = 0; k < 4; ++k) _mm256_store_si256(to + 4 + k, bytes[k]);
     }
-    sets(Avx2Unpacked<Codes>{unpacked});
+    sets(Avx2Unpacked<V, Codes>{unpacked});
   }
 
   // g++ would add all products of a fragment as a tree, and spill most of them.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <turboquant/kernels/portable.hpp>
+#include <turboquant/kernels/x86_avx512_encode.hpp>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TURBOQUANT_HAS_AVX512 1
@@ -15,8 +16,8 @@
 #include <cstring>
 #include <utility>
 
-// Products meet sums here in explicit fused operations only where no byte depends on them; encoding is in integers and
-// in the portable text, which is the same fused or not. Nothing but this library may be defined in here.
+// Products meet sums here in explicit fused operations only where no byte depends on them. Nothing but this library may
+// be defined in here.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi"))), \
                              apply_to = function)
@@ -31,24 +32,30 @@
 
 namespace turboquant::kernels {
 
-inline __m512i load512(const void* from) { return _mm512_loadu_si512(from); }
-inline __m128i load128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-inline std::int32_t load32(const void* from) {
-  std::int32_t bits = 0;
-  std::memcpy(&bits, from, sizeof bits);
-  return bits;
-}
+// Of the unit's own target, as all that is defined here: units built with different flags share no symbol.
+template <class V>
+struct Avx512Loads {
+  static __m512i load512(const void* from) { return _mm512_loadu_si512(from); }
+  static __m128i load128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+  static std::int32_t load32(const void* from) {
+    std::int32_t bits = 0;
+    std::memcpy(&bits, from, sizeof bits);
+    return bits;
+  }
+};
 
 // Unpacks a fragment to one register of 64 levels per slot, byte 4 lane + b being depth 4 slot + b. kOffset is added to
 // every level, modulo 256: 128 makes them the unsigned operand of vpdpbusd, 0 the signed one.
 //
 // Byte permutes take six or seven bits of an index. Tables are repeated over the bits that do not belong to the code,
 // so that fields need no mask.
-template <class Codes, int kOffset>
+template <class V, class Codes, int kOffset>
 struct Avx512Reader;
 
-template <unsigned B, int kOffset>
-struct Avx512Reader<LevelCodes<B>, kOffset> {
+template <class V, unsigned B, int kOffset>
+struct Avx512Reader<V, LevelCodes<B>, kOffset> : Avx512Loads<V> {
+  using Avx512Loads<V>::load32, Avx512Loads<V>::load128, Avx512Loads<V>::load512;
+
   __m512i table, upper;  // the levels; at width 3 those without and with the third bit; at width 1 the two levels
 
   explicit Avx512Reader(const LevelCodes<B>& codes) {
@@ -97,8 +104,10 @@ struct Avx512Reader<LevelCodes<B>, kOffset> {
   }
 };
 
-template <unsigned B, int kOffset>
-struct Avx512Reader<TrellisCodes<B>, kOffset> {
+template <class V, unsigned B, int kOffset>
+struct Avx512Reader<V, TrellisCodes<B>, kOffset> : Avx512Loads<V> {
+  using Avx512Loads<V>::load128, Avx512Loads<V>::load512;
+
   __m512i lower, upper;  // A[w & 15] + B[w >> 4 & 7] + offset for the windows w modulo 128
 
   explicit Avx512Reader(const TrellisCodes<B>& codes) {
@@ -172,25 +181,10 @@ struct Avx512Reader<TrellisCodes<B>, kOffset> {
 /// 128 are the unsigned ones, and sums begin at -128 times the sum of the query; for values the weights are, in two
 /// planes of seven bits. Enough sums are kept side by side to cover the latency of four cycles: eight or sixteen.
 template <class V>
-struct Avx512Kernels : PortableKernels<V> {
+struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
   static constexpr const char* name = "avx512";
 
-  // ---- rotation
-
-  [[gnu::flatten]] static void rotate(const RotationView& r, const float* in, float* out) {
-    Base::rotate_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
-  }
-  [[gnu::flatten]] static void rotate_back(const RotationView& r, const float* in, float* out) {
-    Base::rotate_back_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
-  }
-
   // ---- queries and logits
-
-  [[gnu::flatten]] static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block,
-                                             std::size_t r) {
-    Base::prepare_query_by(rotation, q, block, r,
-                           [](const RotationView& v, const float* in, float* out) { rotate(v, in, out); });
-  }
 
   template <class Codes>
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
@@ -198,7 +192,7 @@ struct Avx512Kernels : PortableKernels<V> {
                     float* logits, std::size_t stride) {
     alignas(64) float center[kMaxRow];
     if (part.center_bits != 0) decode_center(part, center);
-    const Avx512Reader<Codes, 128> reader(codes);
+    const Avx512Reader<V, Codes, 128> reader(codes);
     fetch_head(part);
     // A plane of a query is a row of its own until the end.
     const std::size_t planes = block.plane_count, most = 8 / planes;
@@ -298,7 +292,7 @@ struct Avx512Kernels : PortableKernels<V> {
                          const WeightSums* sums, float* out, std::size_t out_stride) {
     alignas(64) float center[kMaxRow];
     decode_center(part, center);
-    const Avx512Reader<Codes, 0> reader(codes);
+    const Avx512Reader<V, Codes, 0> reader(codes);
     fetch_head(part);
     for (std::size_t first = 0; first < rows;) {
       std::size_t set = 8;
@@ -326,22 +320,16 @@ struct Avx512Kernels : PortableKernels<V> {
 
   static void accumulate_raw(const bfloat16* values, std::size_t count, std::size_t dim, std::size_t rows,
                              const float* p, std::size_t p_stride, float* out, std::size_t out_stride) {
-    for (std::size_t first = 0; first < rows; first += 4) {
-      const std::size_t set = (std::min)(rows - first, std::size_t{4});
-      for (std::size_t i = 0; i < dim; i += 16) {
-        __m512 sums[4];
-        for (std::size_t r = 0; r < set; ++r) sums[r] = _mm512_loadu_ps(out + (first + r) * out_stride + i);
-        for (std::size_t t = 0; t < count; ++t) {
-          const __m512 value = widen16(values + t * dim + i);
-          for (std::size_t r = 0; r < set; ++r) {
-            const __m512 weight = _mm512_set1_ps(p[(first + r) * p_stride + t]);
-            // What weighs nothing need not be finite.
-            const __mmask16 counts = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_GT_OQ);
-            sums[r] = _mm512_mask3_fmadd_ps(weight, value, sums[r], counts);
-          }
-        }
-        for (std::size_t r = 0; r < set; ++r) _mm512_storeu_ps(out + (first + r) * out_stride + i, sums[r]);
-      }
+    for (std::size_t first = 0; first < rows;) {
+      std::size_t set = 8;
+      while (set > rows - first) set /= 2;
+      const float* weights = p + first * p_stride;
+      float* to = out + first * out_stride;
+      if (set == 8) accumulate_raw_rows<8>(values, count, dim, weights, p_stride, to, out_stride);
+      if (set == 4) accumulate_raw_rows<4>(values, count, dim, weights, p_stride, to, out_stride);
+      if (set == 2) accumulate_raw_rows<2>(values, count, dim, weights, p_stride, to, out_stride);
+      if (set == 1) accumulate_raw_rows<1>(values, count, dim, weights, p_stride, to, out_stride);
+      first += set;
     }
   }
 
@@ -351,6 +339,7 @@ struct Avx512Kernels : PortableKernels<V> {
 
  private:
   using Base = PortableKernels<V>;
+  using Avx512Loads<V>::load32, Avx512Loads<V>::load128;
   using Base::kMaxPage;
   using Base::kMaxRow;
 
@@ -419,6 +408,26 @@ struct Avx512Kernels : PortableKernels<V> {
     const auto bytes = static_cast<std::size_t>(part.fragments - part.begin());
     for (std::size_t i = 0; i < bytes; i += 64) fetch_line(part.next + i);
   }
+  template <std::size_t kRows>
+  [[gnu::flatten]] static void accumulate_raw_rows(const bfloat16* values, std::size_t count, std::size_t dim,
+                                                   const float* p, std::size_t p_stride, float* out,
+                                                   std::size_t out_stride) {
+    for (std::size_t i = 0; i < dim; i += 16) {
+      __m512 sums[kRows];
+      repeat<kRows>([&](auto r) { sums[r.value] = _mm512_loadu_ps(out + r.value * out_stride + i); });
+      for (std::size_t t = 0; t < count; ++t) {
+        const __m512 value = widen16(values + t * dim + i);
+        repeat<kRows>([&](auto r) {
+          const __m512 weight = _mm512_set1_ps(p[r.value * p_stride + t]);
+          // What weighs nothing need not be finite.
+          const __mmask16 counts = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_GT_OQ);
+          sums[r.value] = _mm512_mask3_fmadd_ps(weight, value, sums[r.value], counts);
+        });
+      }
+      repeat<kRows>([&](auto r) { _mm512_storeu_ps(out + r.value * out_stride + i, sums[r.value]); });
+    }
+  }
+
   // How far behind a byte of this part the same byte of the part that is read next lies; 0 without such a part: then
   // fetching asks for what is being read.
   static std::ptrdiff_t distance_to_next(const CodedPart& part) {
@@ -577,35 +586,6 @@ struct Avx512Kernels : PortableKernels<V> {
       const __m512 sum = _mm512_fmadd_ps(_mm512_set1_ps(weight.coefficient), total, rest);
       _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sum));
     });
-  }
-
-  // In-place Walsh-Hadamard transform, butterflies of growing distance, as the portable one.
-  static void sylvester(float* x, std::size_t n) {
-    if (n < 16) {
-      Base::sylvester(x, n);
-      return;
-    }
-    for (std::size_t i = 0; i < n; i += 16) {
-      __m512 v = _mm512_loadu_ps(x + i);
-      v = butterfly(v, _mm512_permute_ps(v, 0xb1), 0xaaaa);
-      v = butterfly(v, _mm512_permute_ps(v, 0x4e), 0xcccc);
-      v = butterfly(v, _mm512_shuffle_f32x4(v, v, 0xb1), 0xf0f0);
-      v = butterfly(v, _mm512_shuffle_f32x4(v, v, 0x4e), 0xff00);
-      _mm512_storeu_ps(x + i, v);
-    }
-    for (std::size_t h = 16; h < n; h *= 2) {
-      for (std::size_t block = 0; block < n; block += 2 * h) {
-        for (std::size_t i = block; i < block + h; i += 16) {
-          const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + h);
-          _mm512_storeu_ps(x + i, _mm512_add_ps(a, b));
-          _mm512_storeu_ps(x + i + h, _mm512_sub_ps(a, b));
-        }
-      }
-    }
-  }
-  // v + other; where `second` is set, v is the second of a pair: other - v.
-  static __m512 butterfly(__m512 v, __m512 other, __mmask16 second) {
-    return _mm512_mask_sub_ps(_mm512_add_ps(v, other), second, other, v);
   }
 
   // PortableKernels::exp_negative, sixteen at a time.

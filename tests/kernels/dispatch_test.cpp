@@ -1,0 +1,60 @@
+// The choice of kernels against what the system says of the CPU.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <string>
+
+#include "formats/formats.hpp"
+
+namespace {
+
+using namespace turboquant;
+
+/// The feature names of the first CPU in /proc/cpuinfo; empty where there is none.
+std::set<std::string> cpu_features() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    if (!line.starts_with("flags") && !line.starts_with("Features")) continue;
+    std::istringstream words(line.substr(line.find(':') + 1));
+    return {std::istream_iterator<std::string>(words), {}};
+  }
+  return {};
+}
+
+TEST(Dispatch, TakesTheBestKernelsOfThisCpu) {
+#if defined(TURBOQUANT_EMULATED)
+  GTEST_SKIP() << "the system describes another CPU than the emulated one";
+#else
+  const std::set<std::string> features = cpu_features();
+  if (features.empty()) GTEST_SKIP() << "this system does not describe its CPU in /proc/cpuinfo";
+  const auto has = [&](std::initializer_list<const char*> names) {
+    return std::all_of(names.begin(), names.end(), [&](const char* name) { return features.contains(name); });
+  };
+  Isa expected = Isa::portable;
+  if (has({"avx2"})) expected = Isa::avx2;
+  if (has({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_vbmi"})) expected = Isa::avx512;
+  if (has({"asimddp"})) expected = Isa::neon;
+  EXPECT_STREQ(to_string(best_isa()), to_string(expected));
+#endif
+}
+
+TEST(Dispatch, TheBestIsBuiltAndSupportedAndThePortableOneAlways) {
+  EXPECT_TRUE(is_built(best_isa()));
+  EXPECT_TRUE(is_supported(best_isa()));
+  EXPECT_TRUE(is_built(Isa::portable));
+  EXPECT_TRUE(is_supported(Isa::portable));
+  for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
+    EXPECT_LE(is_supported(isa), is_built(isa)) << to_string(isa);
+  }
+}
+
+TEST(Dispatch, AnIsaThatIsMissingGetsPortableKernels) {
+  for (const Isa isa : {Isa::avx2, Isa::avx512, Isa::neon}) {
+    if (is_supported(isa)) continue;
+    EXPECT_EQ(tests::find_operations(TQ4::id, isa), tests::find_operations(TQ4::id, Isa::portable)) << to_string(isa);
+  }
+}
+
+}  // namespace
