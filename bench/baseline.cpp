@@ -26,21 +26,6 @@
 
 namespace baseline {
 
-// One per compilation of eigen_product.cpp.
-void compute_logits_eigen_portable(const float* query, const float* keys, std::size_t tokens, std::size_t dim,
-                                   float* out);
-void prefill_eigen_portable(const float* queries, std::size_t count, const float* keys, const float* values,
-                            std::size_t tokens, std::size_t dim, float scale, float* out);
-#if defined(__x86_64__)
-void prefill_eigen_avx2(const float* queries, std::size_t count, const float* keys, const float* values,
-                        std::size_t tokens, std::size_t dim, float scale, float* out);
-void prefill_eigen_avx512(const float* queries, std::size_t count, const float* keys, const float* values,
-                          std::size_t tokens, std::size_t dim, float scale, float* out);
-void compute_logits_eigen_avx2(const float* query, const float* keys, std::size_t tokens, std::size_t dim, float* out);
-void compute_logits_eigen_avx512(const float* query, const float* keys, std::size_t tokens, std::size_t dim,
-                                 float* out);
-#endif
-
 namespace {
 
 // Bytes of keys (and of values) that one round of the online softmax takes, at 128 coordinates; fits L1 together with
@@ -309,26 +294,6 @@ void compute_logits_f32(Isa isa, const float* query, const float* keys, std::siz
 void compute_logits_f16(Isa isa, const float* query, const std::uint16_t* keys, std::size_t tokens, std::size_t dim,
                         float* out) {
   compute_logits(isa, query, keys, tokens, dim, out);
-}
-
-void compute_logits_eigen(Isa isa, const float* query, const float* keys, std::size_t tokens, std::size_t dim,
-                          float* out) {
-#if defined(__x86_64__)
-  if (isa == Isa::avx512) return compute_logits_eigen_avx512(query, keys, tokens, dim, out);
-  if (isa == Isa::avx2) return compute_logits_eigen_avx2(query, keys, tokens, dim, out);
-#endif
-  static_cast<void>(isa);
-  compute_logits_eigen_portable(query, keys, tokens, dim, out);
-}
-
-void prefill_eigen(Isa isa, const float* queries, std::size_t count, const float* keys, const float* values,
-                   std::size_t tokens, std::size_t dim, float scale, float* out) {
-#if defined(__x86_64__)
-  if (isa == Isa::avx512) return prefill_eigen_avx512(queries, count, keys, values, tokens, dim, scale, out);
-  if (isa == Isa::avx2) return prefill_eigen_avx2(queries, count, keys, values, tokens, dim, scale, out);
-#endif
-  static_cast<void>(isa);
-  prefill_eigen_portable(queries, count, keys, values, tokens, dim, scale, out);
 }
 
 bool is_supported_group(std::size_t heads) { return heads == 1 || heads == 2 || heads == 4 || heads == 8; }

@@ -1,6 +1,7 @@
 // Rounding whole layers with the formats of others.
 #include "baselines.hpp"
 
+#include <turboquant/codec/codebook.hpp>
 #include <turboquant/codec/qjl.hpp>
 #include <turboquant/kernels/portable.hpp>
 #include <turboquant/transform/rotation.hpp>
@@ -9,7 +10,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <memory>
 #include <utility>
 
@@ -17,8 +17,6 @@ namespace turboquant_eval {
 namespace {
 
 float as_f16(float number) { return turboquant::to_float(turboquant::to_half(number)); }
-
-using RoundRow = std::function<void(std::span<float>)>;
 
 // Rounds numbers [heads][tokens][dim] token by token.
 std::vector<float> rounded(const std::vector<float>& numbers, std::size_t heads, std::size_t tokens, std::size_t dim,
@@ -70,13 +68,31 @@ void rotate_heads(std::span<float> row, const turboquant::Rotation& rotation, Ro
   for (std::size_t begin = 0; begin < row.size(); begin += dim) rotate(view, row.data() + begin, row.data() + begin);
 }
 
-RoundRow rotated_q4_0(std::uint64_t seed, std::size_t dim) {
+// Rounds in the rotated domain.
+RoundRow rotated(std::uint64_t seed, std::size_t dim, const RoundRow& round_row) {
   using Kernels = turboquant::kernels::Portable;
-  return [rotation = turboquant::Rotation(seed, dim)](std::span<float> row) {
+  return [rotation = turboquant::Rotation(seed, dim), round_row](std::span<float> row) {
     rotate_heads(row, rotation, &Kernels::rotate);
-    round_q4_0(row);
+    round_row(row);
     rotate_heads(row, rotation, &Kernels::rotate_back);
   };
+}
+
+// One vector to the nearest levels of a normal distribution of its own root mean square.
+template <unsigned B>
+void round_to_levels(std::span<float> vector) {
+  constexpr auto& kLevels = turboquant::Codebook<B>::levels;
+  double squares = 0;
+  for (const float x : vector) squares += static_cast<double>(x) * static_cast<double>(x);
+  const double deviation = std::sqrt(squares / static_cast<double>(vector.size()));
+  const float stored = turboquant::to_float(turboquant::to_bfloat16(static_cast<float>(deviation)));
+  const float step = stored / static_cast<float>(turboquant::Codebook<B>::kSpread);
+  for (float& x : vector) {
+    const auto is_closer = [x, step](int a, int b) {
+      return std::abs(static_cast<float>(a) * step - x) < std::abs(static_cast<float>(b) * step - x);
+    };
+    x = static_cast<float>(*std::min_element(kLevels.begin(), kLevels.end(), is_closer)) * step;
+  }
 }
 
 template <unsigned B>
@@ -125,11 +141,41 @@ void round_q4_0(std::span<float> numbers) {
   }
 }
 
+RoundRow rotated_q4_0(std::uint64_t seed, std::size_t dim) { return rotated(seed, dim, round_q4_0); }
+
+RoundRow rotated_levels(unsigned bits, std::uint64_t seed, std::size_t dim) {
+  const auto round_vector = bits == 4 ? round_to_levels<4> : bits == 3 ? round_to_levels<3> : round_to_levels<2>;
+  return rotated(seed, dim, [dim, round_vector](std::span<float> row) {
+    for (std::size_t begin = 0; begin < row.size(); begin += dim) round_vector(row.subspan(begin, dim));
+  });
+}
+
 void round_min_max(std::span<float> group, unsigned bits) {
   const auto [least, most] = std::minmax_element(group.begin(), group.end());
   const float last = static_cast<float>((1U << bits) - 1);
   const float zero = as_f16(*least), step = as_f16((*most - *least) / last), inverse = step > 0 ? 1 / step : 0;
   for (float& x : group) x = zero + step * std::clamp(std::round((x - zero) * inverse), 0.0F, last);
+}
+
+void round_tokens(std::span<float> rows, std::size_t width, unsigned bits) {
+  for (std::size_t row = 0; row < rows.size(); row += width) {
+    for (std::size_t i = 0; i < width; i += kBlock) {
+      round_min_max(rows.subspan(row + i, (std::min)(kBlock, width - i)), bits);
+    }
+  }
+}
+
+void round_channels(std::span<float> rows, std::size_t width, unsigned bits, std::size_t group) {
+  const std::size_t tokens = rows.size() / width;
+  std::vector<float> channel;
+  for (std::size_t first = 0; first < tokens; first += group) {
+    channel.resize((std::min)(group, tokens - first));
+    for (std::size_t i = 0; i < width; ++i) {
+      for (std::size_t t = 0; t < channel.size(); ++t) channel[t] = rows[(first + t) * width + i];
+      round_min_max(channel, bits);
+      for (std::size_t t = 0; t < channel.size(); ++t) rows[(first + t) * width + i] = channel[t];
+    }
+  }
 }
 
 double min_max_bits(unsigned bits, std::size_t count, std::size_t group) {
@@ -153,24 +199,12 @@ Subject subject_kivi(const ExactLayer& layer, unsigned bits, std::size_t key_gro
       sized(fmt::format("KIVI-{}, {} tokens", bits, key_group), min_max_bits(bits, layer.tokens, key_group),
             min_max_bits(bits, layer.value_dim, kBlock), layer);
   result.keys = layer.keys;
-  std::vector<float> channel;
   for (std::size_t head = 0; head < layer.kv_heads; ++head) {
-    float* keys = result.keys.data() + head * layer.tokens * layer.head_dim;
-    for (std::size_t first = 0; first < layer.tokens; first += key_group) {
-      channel.resize((std::min)(key_group, layer.tokens - first));
-      for (std::size_t i = 0; i < layer.head_dim; ++i) {
-        for (std::size_t t = 0; t < channel.size(); ++t) channel[t] = keys[(first + t) * layer.head_dim + i];
-        round_min_max(channel, bits);
-        for (std::size_t t = 0; t < channel.size(); ++t) keys[(first + t) * layer.head_dim + i] = channel[t];
-      }
-    }
+    const std::size_t size = layer.tokens * layer.head_dim;
+    round_channels(std::span(result.keys).subspan(head * size, size), layer.head_dim, bits, key_group);
   }
   result.values = layer.values;
-  for (std::size_t row = 0; row < result.values.size(); row += layer.value_dim) {
-    for (std::size_t i = 0; i < layer.value_dim; i += kBlock) {
-      round_min_max(std::span(result.values).subspan(row + i, (std::min)(kBlock, layer.value_dim - i)), bits);
-    }
-  }
+  round_tokens(result.values, layer.value_dim, bits);
   return result;
 }
 

@@ -5,6 +5,7 @@
 #include "subject.hpp"
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -23,9 +24,25 @@ void round_q8_0(std::span<float> numbers);
 /// 0..15, x' = (q - 8) d. 4.5 bits per coordinate. Requires a multiple of kBlock numbers.
 void round_q4_0(std::span<float> numbers);
 
+/// Rounds a token's row, its heads one after another.
+using RoundRow = std::function<void(std::span<float>)>;
+
+/// q4_0 after the library's own rotation of every head, rotated back. 4.5 bits per coordinate.
+RoundRow rotated_q4_0(std::uint64_t seed, std::size_t dim);
+
+/// The nearest Lloyd-Max levels for the head's root mean square, in bf16, after the same rotation: TurboQuant's Q_mse.
+/// `bits` is 4, 3 or 2; bits + 16 / dim per coordinate.
+RoundRow rotated_levels(unsigned bits, std::uint64_t seed, std::size_t dim);
+
 /// The numbers of one group between their minimum and maximum: z = f16(min), d = f16((max - min) / (2^bits - 1)),
 /// q = round((x - z) / d) limited to 0 .. 2^bits - 1, x' = z + q d.
 void round_min_max(std::span<float> group, unsigned bits);
+
+/// KIVI's values, rows [tokens][width]: round_min_max of each token's groups of kBlock numbers.
+void round_tokens(std::span<float> rows, std::size_t width, unsigned bits);
+
+/// KIVI's keys, rows [tokens][width]: round_min_max of each channel's groups of `group` tokens.
+void round_channels(std::span<float> rows, std::size_t width, unsigned bits, std::size_t group);
 
 /// True bits per number of `count` numbers in such groups: 32 bits of every group are z and d, also of a last short
 /// one.

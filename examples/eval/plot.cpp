@@ -1,36 +1,26 @@
-// Lays out points, axes and labels, and writes SVG.
+// Two charts of a report: keys and values.
 #include "plot.hpp"
+
+#include "chart.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
-#include <array>
-#include <cmath>
 #include <fstream>
-#include <iterator>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace turboquant_eval {
 namespace {
 
-constexpr double kWidth = 1200, kPanelHeight = 560, kLeft = 84, kRight = 24, kTop = 56, kBottom = 56;
-constexpr double kRadius = 4.5, kFontSize = 12, kCharWidth = 7.2, kLineHeight = 15;
-constexpr double kSmallestDrawn = 1e-8;
-
-struct Family {
-  const char* title;
-  const char* color;
-  bool is_joined;  // its points make a line
-};
-constexpr Family kFamilies[] = {{"turboquant, recommended", "#0b57d0", true},
-                                {"not centred", "#8fb3ea", true},
-                                {"other pairs of codecs", "#0f8a6d", false},
-                                {"q8_0, q4_0", "#b8570b", false},
-                                {"KIVI, groups of 32 tokens", "#c62350", true},
-                                {"KIVI, groups of 128 tokens", "#e08fa6", true},
-                                {"TurboProd", "#7a3fb0", true}};
+constexpr ChartFamily kFamilies[] = {{"turboquant, recommended", "#0b57d0", true},
+                                     {"not centred", "#8fb3ea", true},
+                                     {"other pairs of codecs", "#0f8a6d", false},
+                                     {"q8_0, q4_0", "#b8570b", false},
+                                     {"KIVI, groups of 32 tokens", "#c62350", true},
+                                     {"KIVI, groups of 128 tokens", "#e08fa6", true},
+                                     {"TurboProd", "#7a3fb0", true}};
 
 std::size_t family_of(std::string_view name) {
   const auto has = [&](std::string_view part) { return name.find(part) != std::string_view::npos; };
@@ -49,283 +39,26 @@ std::string short_name(std::string_view name, std::size_t side) {
   return std::string(name);
 }
 
-struct Box {
-  double left, top, right, bottom;
-  bool meets(const Box& other) const {
-    return left < other.right && other.left < right && top < other.bottom && other.top < bottom;
-  }
-};
-
-struct Point {
-  double x, y, bits, error;
-  std::size_t family;
-  std::string label;
-  std::vector<std::string> rows;  // of the report
-};
-
-// Does the line from (x, y) to (to_x, to_y) pass through the box? Sampled: lines are short.
-bool crosses(double x, double y, double to_x, double to_y, const Box& box) {
-  constexpr int kSamples = 32;
-  for (int i = 0; i <= kSamples; ++i) {
-    const double at_x = x + (to_x - x) * i / kSamples, at_y = y + (to_y - y) * i / kSamples;
-    if (box.meets({at_x - 0.5, at_y - 0.5, at_x + 0.5, at_y + 0.5})) return true;
-  }
-  return false;
-}
-
-// '&' and '<' for XML.
-std::string escaped(std::string_view text) {
-  std::string result;
-  for (const char c : text) {
-    if (c == '&') {
-      result += "&amp;";
-    } else if (c == '<') {
-      result += "&lt;";
-    } else {
-      result += c;
-    }
+// side 0: keys, 1: values.
+ChartPanel panel(const Report& report, std::size_t side) {
+  ChartPanel result{side == 0 ? "Keys" : "Values", "relative squared error", "error", true, {}};
+  for (const FormatReport& format : report.formats) {
+    result.points.push_back({side == 0 ? format.key_bits : format.value_bits,
+                             side == 0 ? format.accuracy.key_error : format.accuracy.value_error,
+                             family_of(format.name), short_name(format.name, side), format.name});
   }
   return result;
 }
-
-class Panel {
- public:
-  // side 0: keys, 1: values.
-  Panel(const Report& report, std::size_t side, double top) : title_(side == 0 ? "Keys" : "Values"), top_(top) {
-    for (const FormatReport& format : report.formats) {
-      const double error = side == 0 ? format.accuracy.key_error : format.accuracy.value_error;
-      const double bits = side == 0 ? format.key_bits : format.value_bits;
-      if (!(error > kSmallestDrawn) || !std::isfinite(error) || !(bits > 0)) continue;
-      points_.push_back({0, 0, bits, error, family_of(format.name), short_name(format.name, side), {format.name}});
-      least_bits_ = (std::min)(least_bits_, std::floor(2 * bits) / 2);
-      most_bits_ = (std::max)(most_bits_, std::ceil(bits + 0.2));
-      low_ = (std::min)(low_, std::floor(std::log10(error)));
-    }
-    for (Point& point : points_) {
-      point.x = x(point.bits);
-      point.y = y(point.error);
-    }
-    merge();
-  }
-
-  std::string svg() {
-    const std::string behind = frame() + bound() + lines() + legend();
-    return behind + labels() + circles();
-  }
-
- private:
-  double x(double bits) const {
-    return kLeft + (bits - least_bits_) / (most_bits_ - least_bits_) * (kWidth - kLeft - kRight);
-  }
-  double y(double error) const {
-    return top_ + kTop + (high_ - std::log10(error)) / (high_ - low_) * (kPanelHeight - kTop - kBottom);
-  }
-  double bottom() const { return top_ + kPanelHeight - kBottom; }
-
-  // Rows that share a codec are one point.
-  void merge() {
-    std::vector<Point> merged;
-    for (const Point& point : points_) {
-      const auto same = std::find_if(merged.begin(), merged.end(), [&](const Point& other) {
-        return std::abs(other.x - point.x) < 1 && std::abs(other.y - point.y) < 1;
-      });
-      if (same == merged.end()) {
-        merged.push_back(point);
-      } else {
-        if ((" = " + same->label + " = ").find(" = " + point.label + " = ") == std::string::npos) {
-          same->label += " = " + point.label;
-        }
-        same->rows.push_back(point.rows.front());
-      }
-    }
-    points_ = std::move(merged);
-  }
-
-  std::string frame() const {
-    std::string text = fmt::format("<text x=\"{}\" y=\"{}\" class=\"title\">{}</text>\n", kLeft, top_ + 34, title_);
-    for (double decade = low_; decade <= high_; ++decade) {
-      const double at = y(std::pow(10, decade));
-      text += fmt::format("<path d=\"M{} {:.1f}H{}\" class=\"grid\"/>\n", kLeft, at, kWidth - kRight);
-      text += fmt::format(
-          "<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\" class=\"tick\">10"
-          "<tspan dy=\"-5\" font-size=\"9\">{:.0f}</tspan></text>\n",
-          kLeft - 8, at + 4, decade);
-    }
-    for (double bits = std::ceil(least_bits_); bits <= most_bits_; ++bits) {
-      text += fmt::format("<path d=\"M{:.1f} {}V{}\" class=\"grid\"/>\n", x(bits), top_ + kTop, bottom());
-      text += fmt::format("<text x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\" class=\"tick\">{:.0f}</text>\n", x(bits),
-                          bottom() + 18, bits);
-    }
-    text +=
-        fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">true bits per number, everything included</text>\n",
-                    (kLeft + kWidth - kRight) / 2, bottom() + 40);
-    text += fmt::format(
-        "<text transform=\"translate(22 {}) rotate(-90)\" text-anchor=\"middle\">relative squared error</text>\n",
-        (top_ + kTop + bottom()) / 2);
-    return text;
-  }
-
-  std::string bound() const {
-    const double end = (std::min)(most_bits_, -low_ / std::log10(4.0));
-    return fmt::format("<path d=\"M{:.1f} {:.1f}L{:.1f} {:.1f}\" class=\"bound\"/>\n", x(least_bits_),
-                       y(std::pow(4, -least_bits_)), x(end), y(std::pow(4, -end)));
-  }
-
-  std::string lines() const {
-    std::string text;
-    for (std::size_t family = 0; family < std::size(kFamilies); ++family) {
-      if (!kFamilies[family].is_joined) continue;
-      std::vector<const Point*> members;
-      for (const Point& point : points_) {
-        if (point.family == family) members.push_back(&point);
-      }
-      std::sort(members.begin(), members.end(), [](const Point* a, const Point* b) { return a->bits < b->bits; });
-      std::string path;
-      for (const Point* point : members)
-        path += fmt::format("{}{:.1f} {:.1f}", path.empty() ? "M" : "L", point->x, point->y);
-      if (members.size() > 1) {
-        text +=
-            fmt::format("<path d=\"{}\" fill=\"none\" stroke=\"{}\" stroke-opacity=\"0.45\" stroke-width=\"1.5\"/>\n",
-                        path, kFamilies[family].color);
-      }
-    }
-    return text;
-  }
-
-  std::string circles() const {
-    std::string text;
-    for (const Point& point : points_) {
-      text += fmt::format(
-          "<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{}\" fill=\"{}\" stroke=\"#ffffff\"><title>{}: {:.3f} bits, error "
-          "{:.3g}</title></circle>\n",
-          point.x, point.y, kRadius, kFamilies[point.family].color,
-          escaped(fmt::format("{}", fmt::join(point.rows, "; "))), point.bits, point.error);
-    }
-    return text;
-  }
-
-  std::string legend() {
-    constexpr double kLegendWidth = 280;
-    std::vector<std::size_t> present;
-    for (std::size_t family = 0; family < std::size(kFamilies); ++family) {
-      const bool is_present =
-          std::any_of(points_.begin(), points_.end(), [=](const Point& point) { return point.family == family; });
-      if (is_present) present.push_back(family);
-    }
-    const double left = kWidth - kRight - kLegendWidth, first = top_ + kTop + 14;
-    const Box box{left, first - 10, kWidth - kRight - 4, first + 20 * static_cast<double>(present.size() + 1) - 2};
-    taken_.push_back(box);
-    std::string text = fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" rx=\"4\" class=\"legend\"/>\n",
-                                   box.left, box.top, box.right - box.left, box.bottom - box.top);
-    double at = first + 4;
-    for (const std::size_t family : present) {
-      text += fmt::format("<circle cx=\"{}\" cy=\"{}\" r=\"{}\" fill=\"{}\"/><text x=\"{}\" y=\"{}\">{}</text>\n",
-                          left + 18, at, kRadius, kFamilies[family].color, left + 34, at + 4, kFamilies[family].title);
-      at += 20;
-    }
-    return text +
-           fmt::format(
-               "<path d=\"M{} {}h20\" class=\"bound\"/><text x=\"{}\" y=\"{}\">4<tspan dy=\"-4\" font-size=\"9\">"
-               "−b</tspan><tspan dy=\"4\">, the bound for Gaussian numbers</tspan></text>\n",
-               left + 8, at, left + 34, at + 4);
-  }
-
-  // Is there room for a label of `point` in `box`, with a line from the point to (to_x, to_y)? If not `is_strict`,
-  // lines may cross other points and labels other lines.
-  bool is_free(const Box& box, const Point& point, double to_x, double to_y, bool is_strict) const {
-    if (box.left < kLeft + 2 || box.right > kWidth - kRight || box.top < top_ + kTop || box.bottom > bottom())
-      return false;
-    const auto covers = [&](const Box& other) {
-      return box.meets(other) || crosses(point.x, point.y, to_x, to_y, other);
-    };
-    if (std::any_of(taken_.begin(), taken_.end(), covers)) return false;
-    constexpr double kReach = kRadius + 2;
-    for (const Point& other : points_) {
-      const Box dot{other.x - kReach, other.y - kReach, other.x + kReach, other.y + kReach};
-      const bool is_behind = std::hypot(other.x - point.x, other.y - point.y) < 2 * kReach;
-      if (box.meets(dot) || (is_strict && !is_behind && crosses(point.x, point.y, to_x, to_y, dot))) return false;
-    }
-    return !is_strict || std::none_of(leaders_.begin(), leaders_.end(), [&](const auto& line) {
-      return crosses(line[0], line[1], line[2], line[3], box);
-    });
-  }
-
-  // Each label goes to the nearest free place around its point; crowded points choose first.
-  std::string labels() {
-    std::vector<const Point*> order;
-    for (const Point& point : points_) order.push_back(&point);
-    const auto neighbours = [&](const Point* point) {
-      return std::count_if(points_.begin(), points_.end(), [=](const Point& other) {
-        return std::abs(other.x - point->x) < 120 && std::abs(other.y - point->y) < 40;
-      });
-    };
-    std::stable_sort(order.begin(), order.end(),
-                     [&](const Point* a, const Point* b) { return neighbours(a) > neighbours(b); });
-    std::string text;
-    for (const Point* point : order) {
-      std::string placed = label(*point, true);
-      text += placed.empty() ? label(*point, false) : placed;
-    }
-    return text;
-  }
-
-  std::string label(const Point& point, bool is_strict) {
-    constexpr int kDirections = 24, kDistances = 40;
-    constexpr double kPi = 3.14159265358979;
-    const double width = kCharWidth * static_cast<double>(point.label.size());
-    for (int distance = 0; distance < kDistances; ++distance) {
-      for (int i = 0; i < kDirections; ++i) {
-        // Right first, then alternately up and down.
-        const double angle = (i % 2 == 0 ? 1 : -1) * ((i + 1) / 2) * 2 * kPi / kDirections, reach = 10 + 6 * distance;
-        const double to_x = point.x + reach * std::cos(angle), to_y = point.y + reach * std::sin(angle);
-        const bool is_right = std::cos(angle) > 0.3, is_left = std::cos(angle) < -0.3;
-        const double left = is_right ? to_x : is_left ? to_x - width : to_x - width / 2;
-        const Box box{left - 2, to_y - kLineHeight / 2, left + width + 2, to_y + kLineHeight / 2};
-        if (!is_free(box, point, to_x, to_y, is_strict)) continue;
-        taken_.push_back(box);
-        leaders_.push_back({point.x, point.y, to_x, to_y});
-        std::string text;
-        if (distance > 0) {
-          text = fmt::format("<path d=\"M{:.1f} {:.1f}L{:.1f} {:.1f}\" class=\"leader\"/>\n", point.x, point.y, to_x,
-                             to_y);
-        }
-        const char* anchor = is_right ? "start" : is_left ? "end" : "middle";
-        return text + fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\" class=\"label\">{}</text>\n",
-                                  to_x, to_y + 4, anchor, escaped(point.label));
-      }
-    }
-    return {};  // no room: the circle still has its title
-  }
-
-  const char* title_;
-  double top_, least_bits_ = 2, most_bits_ = 5, low_ = -3, high_ = 0;
-  std::vector<Point> points_;
-  std::vector<Box> taken_;
-  std::vector<std::array<double, 4>> leaders_;
-};
 
 }  // namespace
 
 std::string plot(const Report& report) {
   std::vector<std::string> names;
-  for (const auto& input : report.inputs) names.push_back(escaped(input.filename().string()));
-  Panel keys(report, 0, 40), values(report, 1, 40 + kPanelHeight);
-  const double height = 40 + 2 * kPanelHeight;
-  std::string text = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" width=\"{}\" height=\"{}\" "
-      "font-family=\"Helvetica, Arial, DejaVu Sans, sans-serif\" font-size=\"{}\" fill=\"#202124\">\n",
-      kWidth, height, kWidth, height, kFontSize);
-  text +=
-      "<style>.title{font-size:17px;font-weight:600}.tick{fill:#5f6368}.grid{stroke:#e3e6ea;fill:none}"
-      ".bound{stroke:#5f6368;stroke-dasharray:6 4;stroke-width:1.5;fill:none}.leader{stroke:#9aa0a6;stroke-width:0.8}"
-      ".legend{fill:#ffffff;stroke:#dadce0}"
-      ".label{paint-order:stroke;stroke:#ffffff;stroke-width:3px;stroke-linejoin:round}</style>\n";
-  text += fmt::format("<rect width=\"{}\" height=\"{}\" fill=\"#ffffff\"/>\n", kWidth, height);
-  text += fmt::format(
-      "<text x=\"{}\" y=\"36\" font-size=\"14\" fill=\"#5f6368\">{}: error against true bits, mean over "
-      "layers; pages of {} tokens</text>\n",
-      kLeft, fmt::join(names, ", "), report.settings.page_tokens);
-  return text + keys.svg() + values.svg() + "</svg>\n";
+  for (const auto& input : report.inputs) names.push_back(input.filename().string());
+  const ChartPanel panels[] = {panel(report, 0), panel(report, 1)};
+  return draw(fmt::format("{}: error against true bits, mean over layers; pages of {} tokens", fmt::join(names, ", "),
+                          report.settings.page_tokens),
+              kFamilies, panels);
 }
 
 void write_plot(const Report& report, const std::filesystem::path& file) {

@@ -41,9 +41,11 @@ std::string shown(const json& value) {
 
 class SafetensorsReader {
  public:
-  explicit SafetensorsReader(const std::filesystem::path& path) : file_(path) {}
+  SafetensorsReader(const std::filesystem::path& path, const IsWanted& is_wanted)
+      : file_(path), is_wanted_(is_wanted) {}
 
-  std::vector<Tensor> read() {
+  // The wanted tensors; none is an error that says it was looking for `expected`, unless that is empty.
+  std::vector<Tensor> read(std::string_view expected) {
     const json header = read_header();
     std::vector<Entry> entries;
     for (const auto& [name, value] : header.items()) {
@@ -53,10 +55,10 @@ class SafetensorsReader {
     check_coverage(entries);
     std::vector<Tensor> tensors;
     for (const Entry& entry : entries) {
-      if (role_of(entry.name)) tensors.push_back(read_tensor(entry));
+      if (is_wanted_(entry.name)) tensors.push_back(read_tensor(entry));
     }
-    if (tensors.empty()) {
-      file_.refuse("header", "tensors named layers.N.k and layers.N.v",
+    if (tensors.empty() && !expected.empty()) {
+      file_.refuse("header", expected,
                    entries.empty() ? "no tensor"
                                    : fmt::format("{} tensors such as {}", entries.size(), shown(entries.front().name)));
     }
@@ -102,7 +104,7 @@ class SafetensorsReader {
   }
 
   Entry parse_entry(const std::string& name, const json& value) const {
-    const std::string part = "tensor " + (role_of(name) ? name : shown(name));
+    const std::string part = "tensor " + (is_wanted_(name) ? name : shown(name));
     const auto is_count = [](const json& number) { return number.is_number_unsigned(); };
     const auto is_counts = [&](const json& list) {
       return list.is_array() && std::all_of(list.begin(), list.end(), is_count);
@@ -130,7 +132,7 @@ class SafetensorsReader {
 
   void check_type_and_size(const Entry& entry, const std::string& part) const {
     const auto element = kElementBytes.find(entry.type);
-    if (role_of(entry.name) && entry.type != "F32" && entry.type != "F16" && entry.type != "BF16") {
+    if (is_wanted_(entry.name) && entry.type != "F32" && entry.type != "F16" && entry.type != "BF16") {
       file_.refuse(part, "dtype F32, F16 or BF16", shown(entry.type));
     }
     if (element == kElementBytes.end()) return;  // a type of a later version, in a tensor that is not read
@@ -149,7 +151,7 @@ class SafetensorsReader {
     std::uint64_t covered = 0;
     for (const Entry& entry : entries) {
       if (entry.begin != covered) {
-        file_.refuse("tensor " + (role_of(entry.name) ? entry.name : shown(entry.name)),
+        file_.refuse("tensor " + (is_wanted_(entry.name) ? entry.name : shown(entry.name)),
                      fmt::format("data from offset {} on, where the tensor before it ends", covered),
                      fmt::format("offset {} ({})", entry.begin, entry.begin < covered ? "an overlap" : "a hole"));
       }
@@ -171,11 +173,19 @@ class SafetensorsReader {
   }
 
   InputFile file_;
+  const IsWanted& is_wanted_;
   std::uint64_t data_begin_ = 0;
 };
 
 }  // namespace
 
-std::vector<Tensor> read_safetensors(const std::filesystem::path& file) { return SafetensorsReader(file).read(); }
+std::vector<Tensor> read_safetensors(const std::filesystem::path& file) {
+  const IsWanted has_role = [](std::string_view name) { return role_of(name).has_value(); };
+  return SafetensorsReader(file, has_role).read("tensors named layers.N.k and layers.N.v");
+}
+
+std::vector<Tensor> read_safetensors(const std::filesystem::path& file, const IsWanted& is_wanted) {
+  return SafetensorsReader(file, is_wanted).read({});
+}
 
 }  // namespace turboquant_eval

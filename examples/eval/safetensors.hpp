@@ -4,6 +4,8 @@
 #include "tensor.hpp"
 
 #include <filesystem>
+#include <functional>
+#include <string_view>
 #include <vector>
 
 namespace turboquant_eval {
@@ -13,5 +15,10 @@ namespace turboquant_eval {
 /// and the tensors must cover the data exactly (no overlap, no hole), before any memory is taken for them.
 /// Throws FileError.
 std::vector<Tensor> read_safetensors(const std::filesystem::path& file);
+
+using IsWanted = std::function<bool(std::string_view name)>;
+
+/// The same for the tensors whose names are wanted; there may be none.
+std::vector<Tensor> read_safetensors(const std::filesystem::path& file, const IsWanted& is_wanted);
 
 }  // namespace turboquant_eval
