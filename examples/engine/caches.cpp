@@ -3,6 +3,7 @@
 
 #include "plain_cache.hpp"
 
+#include <eval/formats.hpp>
 #include <turboquant/turboquant.hpp>
 
 #include <fmt/format.h>

@@ -2,6 +2,7 @@
 #include "cached_formats.hpp"
 
 #include <turboquant/layout/page.hpp>
+#include "formats.hpp"
 #include <turboquant/turboquant.hpp>
 
 #include <fmt/format.h>

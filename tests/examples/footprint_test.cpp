@@ -1,6 +1,7 @@
 // Planned bytes against memory() of real caches, token by token.
 #include <plan/footprint.hpp>
 
+#include <eval/formats.hpp>
 #include <turboquant/turboquant.hpp>
 
 #include <fmt/format.h>

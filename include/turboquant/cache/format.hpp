@@ -165,30 +165,34 @@ inline constexpr Operations kOperations = {
     .exp_negative = &K::exp_negative,
 };
 
-// The kernels of a format for an ISA; portable ones where that is not supported. A class, so that a program that
-// compiles kernels once can say where they are (tests/formats does).
+// The kernels of a format for an ISA; portable ones where that is not supported. A class with a function that is not
+// inline, so that a program can compile kernels in one unit: `extern template struct OperationsOf<TQ4>` in the others,
+// `template struct OperationsOf<TQ4>` there (docs/engines.md).
 template <class F>
 struct OperationsOf {
-  static const Operations* on(Isa isa) noexcept {
+  static const Operations* on(Isa isa) noexcept;
+};
+
+template <class F>
+const Operations* OperationsOf<F>::on(Isa isa) noexcept {
 #if defined(TURBOQUANT_HAS_AVX2)
-    if constexpr (is_built(Isa::avx2)) {
-      if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
-    }
+  if constexpr (is_built(Isa::avx2)) {
+    if (isa == Isa::avx2 && is_supported(isa)) return &kOperations<F, kernels::Avx2>;
+  }
 #endif
 #if defined(TURBOQUANT_HAS_AVX512)
-    if constexpr (is_built(Isa::avx512)) {
-      if (isa == Isa::avx512 && is_supported(isa)) return &kOperations<F, kernels::Avx512>;
-    }
+  if constexpr (is_built(Isa::avx512)) {
+    if (isa == Isa::avx512 && is_supported(isa)) return &kOperations<F, kernels::Avx512>;
+  }
 #endif
 #if defined(TURBOQUANT_HAS_NEON)
-    if constexpr (is_built(Isa::neon)) {
-      if (isa == Isa::neon && is_supported(isa)) return &kOperations<F, kernels::Neon>;
-    }
-#endif
-    static_cast<void>(isa);
-    return &kOperations<F, kernels::Portable>;
+  if constexpr (is_built(Isa::neon)) {
+    if (isa == Isa::neon && is_supported(isa)) return &kOperations<F, kernels::Neon>;
   }
-};
+#endif
+  static_cast<void>(isa);
+  return &kOperations<F, kernels::Portable>;
+}
 
 }  // namespace detail
 }  // namespace turboquant
