@@ -353,9 +353,9 @@ struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
   [[gnu::always_inline]] static void repeat(Visit visit) {
     repeat_each(visit, std::make_index_sequence<N>());
   }
-  template <class Visit, std::size_t... I>
-  [[gnu::always_inline]] static void repeat_each(Visit& visit, std::index_sequence<I...>) {
-    (visit(Count<I>()), ...);
+  template <class Visit, std::size_t... kIndex>
+  [[gnu::always_inline]] static void repeat_each(Visit& visit, std::index_sequence<kIndex...>) {
+    (visit(Count<kIndex>()), ...);
   }
 
   // The elements of [at, at + 16) in [low, high).
