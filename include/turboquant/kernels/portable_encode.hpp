@@ -165,10 +165,15 @@ struct PortableEncoders {
           ((errors[0] + errors[4]) + (errors[2] + errors[6])) + ((errors[1] + errors[5]) + (errors[3] + errors[7]));
       if (best < 0 || error < best) best = error, best_scale = stored, zero_point = middle;
     }
+    constexpr std::int32_t kShift = B == 8 ? 0 : static_cast<std::int32_t>(kMiddle);
     const float scale = to_float(best_scale), zero = to_float(zero_point);
+    // Not a choice within the loop: there clang divides by a scale of zero too, and picks afterwards.
+    if (!(scale > 0)) {
+      std::memset(codes, kShift, dim);
+      return best_scale;
+    }
     for (std::size_t i = 0; i < dim; ++i) {
-      const std::int32_t level = scale > 0 ? grid_level<B>(x[i], zero, scale) : 0;
-      codes[i] = static_cast<std::uint8_t>(B == 8 ? level : level + static_cast<std::int32_t>(kMiddle));
+      codes[i] = static_cast<std::uint8_t>(grid_level<B>(x[i], zero, scale) + kShift);
     }
     return best_scale;
   }

@@ -185,8 +185,9 @@ struct PortableTrellis {
           dot += fixed[i] * level;
           norm += level * level;
         }
+        if (dot <= 0) continue;
         const auto d = static_cast<double>(dot), n = static_cast<double>(norm);
-        const double quality = dot > 0 ? d * d / n : 0.0;
+        const double quality = d * d / n;
         if (quality > best) {
           best = quality;
           std::memcpy(path, tried, dim);
@@ -253,9 +254,12 @@ struct PortableTrellis {
         }
       }
       for (std::size_t t = 0; t < tokens; ++t) {
-        scales[tile * 16 + t] =
-            dot[t] > 0 ? K::final_scale(whole[t], static_cast<double>(dot[t]), static_cast<double>(norm[t]), rule)
-                       : bfloat16{0};
+        // clang turns the loop into vectors, and divides before it chooses.
+        const bool resembles = dot[t] > 0;
+        const double d = resembles ? static_cast<double>(dot[t]) : 1.0;
+        const double n = resembles ? static_cast<double>(norm[t]) : 1.0;
+        const bfloat16 scale = K::final_scale(whole[t], d, n, rule);
+        scales[tile * 16 + t] = resembles ? scale : bfloat16{0};
       }
     }
   }
