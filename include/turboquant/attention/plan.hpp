@@ -128,7 +128,7 @@ class AttentionPlan {
 
   std::size_t phases() const noexcept {
     std::size_t count = 0;
-    for (const Phase phase : kPhases) count += size(phase) > 0 ? 1 : 0;
+    for (const Phase phase : kPhases) count += size(phase) > 0 ? 1u : 0u;
     return count;
   }
 

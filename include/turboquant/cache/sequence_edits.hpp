@@ -38,7 +38,7 @@ class SequenceEdits : public SequenceStore {
   // Blocks that own_tiles may need: rows cannot move in a tile that another sequence holds too.
   static std::size_t shared_tiles(const LayerState& state, std::size_t begin) noexcept {
     std::size_t count = 0;
-    for_each_raw_tile(state, begin, npos, [&count](const Block* tile) { count += tile->is_exclusive() ? 0 : 1; });
+    for_each_raw_tile(state, begin, npos, [&count](const Block* tile) { count += tile->is_exclusive() ? 0u : 1u; });
     return count;
   }
 
