@@ -1,8 +1,9 @@
 // Storing a layer in KVCache and attending to it there.
 #include "cached_formats.hpp"
 
+#include "more_formats.hpp"
+
 #include <turboquant/layout/page.hpp>
-#include "formats.hpp"
 #include <turboquant/turboquant.hpp>
 
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
-// The formats of turboquant_eval and the engine: their kernels are compiled once, in formats.cpp, and not again in every
-// unit that has a cache of them.
+// The recommended formats, and pairs of them: their kernels are compiled once, in formats.cpp, and not again in every unit
+// that has a cache of them.
 #pragma once
 
 #include <turboquant/turboquant.hpp>
@@ -8,15 +8,8 @@ namespace turboquant::detail {
 
 extern template struct OperationsOf<Format<PolarQuant<8>, PolarQuant<8>>>;
 extern template struct OperationsOf<Format<PolarQuant<4>, PolarQuant<4>>>;
-extern template struct OperationsOf<Format<PolarQuant<3>, PolarQuant<3>>>;
-extern template struct OperationsOf<Format<PolarQuant<2>, PolarQuant<2>>>;
-extern template struct OperationsOf<Format<TrellisQuant<4>, TrellisQuant<4>>>;
 extern template struct OperationsOf<Format<TrellisQuant<3>, TrellisQuant<3>>>;
 extern template struct OperationsOf<Format<TrellisQuant<2>, TrellisQuant<2>>>;
-extern template struct OperationsOf<Format<PolarQuant<4>, ScalarQuant<4>>>;
-extern template struct OperationsOf<Format<PolarQuant<3>, ScalarQuant<3>>>;
-extern template struct OperationsOf<Format<PolarQuant<2>, ScalarQuant<2>>>;
-extern template struct OperationsOf<Format<PolarQuant<4>, PolarQuant<3>>>;
 extern template struct OperationsOf<Format<PolarQuant<4>, PolarQuant<8>>>;
 extern template struct OperationsOf<Format<TrellisQuant<3>, PolarQuant<8>>>;
 extern template struct OperationsOf<Format<TrellisQuant<2>, PolarQuant<8>>>;

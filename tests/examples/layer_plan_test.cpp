@@ -1,7 +1,7 @@
 // Layer plans: the rules, the text form and its errors, and true average bits against a cache.
 #include <eval/layer_plan.hpp>
 
-#include <eval/formats.hpp>
+#include <eval/more_formats.hpp>
 #include <turboquant/turboquant.hpp>
 
 #include <gtest/gtest.h>

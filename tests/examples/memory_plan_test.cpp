@@ -2,7 +2,7 @@
 #include <plan/candidate.hpp>
 #include <plan/model.hpp>
 
-#include <eval/formats.hpp>
+#include <eval/more_formats.hpp>
 #include <turboquant/turboquant.hpp>
 
 #include <fmt/format.h>
