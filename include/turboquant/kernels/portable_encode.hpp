@@ -227,11 +227,15 @@ struct PortableEncoders {
     return x;
   }
 
-  // Nearest integer, ties to even, for |x| < 2^22 (2^51): the addition leaves the integer in the low bits.
+  // Nearest integer, ties to even, for |x| < 2^22 (2^51): the addition leaves the integer in the low bits. Subtracted
+  // as bits: of a float subtraction -ffast-math would leave x as it is.
   static std::int32_t round_even(float x) {
     return std::bit_cast<std::int32_t>(x + 12582912.0f) - std::bit_cast<std::int32_t>(12582912.0f);
   }
-  static double round_even(double x) { return x + 6755399441055744.0 - 6755399441055744.0; }
+  static double round_even(double x) {
+    return static_cast<double>(std::bit_cast<std::int64_t>(x + 6755399441055744.0) -
+                               std::bit_cast<std::int64_t>(6755399441055744.0));
+  }
 
   // The smallest bfloat16 that is at least x >= 0.
   static bfloat16 bfloat16_at_least(float x) {

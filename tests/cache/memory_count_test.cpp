@@ -1,0 +1,95 @@
+// What memory() says against every byte that the program holds.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdlib>
+#include <vector>
+
+#include "cache/block.hpp"
+#include "cache/replaced_new.hpp"
+
+namespace {
+
+constexpr std::size_t kSlab = std::size_t{1} << 21;  // the smallest; nothing else here is half as large
+constexpr std::size_t kHeader = 64;
+
+std::atomic<std::size_t> small_bytes{0}, slab_bytes{0}, slabs{0};
+
+// In front of every block.
+struct Note {
+  std::size_t bytes;
+  void* memory;
+};
+
+}  // namespace
+
+void* tests::take_block(std::size_t bytes, std::size_t alignment) noexcept {
+  const std::size_t front = alignment > kHeader ? alignment : kHeader;
+  auto* memory = static_cast<std::byte*>(std::aligned_alloc(front, (front + bytes + front - 1) / front * front));
+  if (memory == nullptr) return nullptr;
+  *reinterpret_cast<Note*>(memory + front - sizeof(Note)) = {bytes, memory};
+  (bytes >= kSlab ? slab_bytes : small_bytes) += bytes;
+  if (bytes >= kSlab) ++slabs;
+  return memory + front;
+}
+void tests::give_block(void* memory) noexcept {
+  if (memory == nullptr) return;
+  const Note note = *reinterpret_cast<Note*>(static_cast<std::byte*>(memory) - sizeof(Note));
+  (note.bytes >= kSlab ? slab_bytes : small_bytes) -= note.bytes;
+  if (note.bytes >= kSlab) --slabs;
+  std::free(note.memory);
+}
+
+namespace {
+
+using namespace tests;
+using turboquant::CacheConfig;
+using turboquant::KVCache;
+using turboquant::MemoryUse;
+using turboquant::SequenceId;
+
+TEST(MemoryCount, R05_BytesAreThoseThatAreHeld) {
+  constexpr std::size_t kPage = 64, kHeads = 4, kDim = 128, kSequences = 40;
+  const Block keys = gaussian_block(1, 10 * kPage, kHeads, kDim), values = gaussian_block(2, 10 * kPage, kHeads, kDim);
+  for (const std::size_t recent : {std::size_t{0}, std::size_t{64}}) {
+    CacheConfig config;
+    config.layers[0].kv_heads = kHeads;
+    config.recent_tokens = recent;
+    KVCache<turboquant::TQ4> cache(config);
+    std::vector<SequenceId> ids(kSequences);
+    const std::size_t small_before = small_bytes, tables_before = cache.memory().table_bytes;
+    ASSERT_EQ(slab_bytes, 0U);
+    for (SequenceId& id : ids) ASSERT_OK(cache.create_sequence(id));
+    std::size_t done = 0;
+    for (const std::size_t n : {std::size_t{1}, kPage - 1, kPage, kPage + 1, 10 * kPage}) {
+      for (const SequenceId id : ids) ASSERT_OK(append_only(cache, 0, id, keys.slice(done, n), values.slice(done, n)));
+      done = n;
+      const MemoryUse use = cache.memory();
+      const std::size_t live = use.page_bytes + use.tail_bytes;
+      EXPECT_LE(live, slab_bytes);
+      // Of pages and of tiles: one slab that is not full, one to spare, and less than one block at each slab's end.
+      EXPECT_LE(slab_bytes, live + 2 * 2 * kSlab + slab_bytes / 50) << n;
+      // Besides the tables, the pool keeps a note of every block, none smaller than 32 KiB, and two arrays of each
+      // sequence have their length in front.
+      const std::size_t notes = slabs * (sizeof(turboquant::detail::Slab) + 64 * sizeof(turboquant::detail::Block)) +
+                                2 * kSequences * sizeof(std::size_t),
+                        counted = small_bytes - small_before, told = use.table_bytes - tables_before;
+      EXPECT_LE(told, counted) << n;
+      EXPECT_LE(counted, told + notes) << n;
+      // Bits per number, of keys and values both.
+      if (recent == 0 && n % kPage == 0) {
+        const std::size_t numbers = 2 * kSequences * kHeads * kDim * n;
+        const double bits = 8 * static_cast<double>(use.page_bytes) / static_cast<double>(numbers);
+        EXPECT_NEAR(bits, use.bits_per_coordinate, 1e-9);
+        EXPECT_NEAR(bits, 4.266, 0.01);
+      }
+    }
+    for (const SequenceId id : ids) cache.release(id);
+    EXPECT_EQ(cache.memory().page_bytes + cache.memory().tail_bytes, 0U);
+    EXPECT_LE(slab_bytes, 2 * kSlab);
+  }
+  EXPECT_EQ(slab_bytes, 0U);
+}
+
+}  // namespace
