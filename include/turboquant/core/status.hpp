@@ -19,8 +19,8 @@ struct [[nodiscard]] Status {
   enum Code : std::uint8_t {
     ok,                ///< nothing was refused
     out_of_memory,     ///< the memory source had none, or CacheConfig::max_bytes is reached
-    non_finite_input,  ///< infinity or NaN, or a key or value above 2^96; `found` is the token
-    unknown_sequence,  ///< never created, released, or of another cache
+    non_finite_input,  ///< infinity, NaN, or a key or value above 2^96; of rows `found` is the token
+    unknown_sequence,  ///< never created, or released
     bad_layer,         ///< no such layer
     bad_shape,         ///< rows, positions or counts that do not fit the layer, the sequence or each other
     behind_window,     ///< tokens that a windowed layer has freed
