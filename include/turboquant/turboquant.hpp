@@ -23,3 +23,7 @@
 #include <turboquant/transform/hadamard.hpp>
 #include <turboquant/transform/rotation.hpp>
 #include <turboquant/version.hpp>
+
+/// The public interface: `KVCache`, the functions that take one, formats, codecs, rows and statuses. `detail`,
+/// `kernels` and `layout` are inner parts.
+namespace turboquant {}

@@ -24,42 +24,47 @@ struct AttentionParams {
 
 /// One sequence's part of a step.
 struct BatchItem {
-  SequenceId sequence{};
-  ConstRows keys{},
-      values{};         ///< new tokens [tokens][kv_heads][dim]; none: attend only (shared layers, cross-attention)
-  ConstRows queries{};  ///< [tokens][heads][head_dim]; none: append only
-  Rows out{};           ///< [tokens][heads][value_dim]
+  SequenceId sequence{};  ///< whose tokens
+  ConstRows keys{};       ///< new tokens [tokens][kv_heads][head_dim], after rotary embedding; none: attend only
+  ConstRows values{};     ///< [tokens][kv_heads][value_dim], as many tokens as keys
+  ConstRows queries{};    ///< [tokens][heads][head_dim]; none: append only
+  Rows out{};             ///< [tokens][heads][value_dim]
   float* lse =
       nullptr;  ///< [tokens][heads] log-sum-exp; with it the result is a partial and sinks are left to the merge
   std::size_t position = npos;  ///< of query 0; npos: length after the append - queries.tokens
   const std::uint64_t* tree =
-      nullptr;  ///< [tokens]: the last queries.tokens tokens are a tree of drafts, parents before
-                ///< children; bit j of word i: query i sees token j of it (itself and all its
-                ///< ancestors). Query i stands behind its ancestors: position is ignored
-  std::size_t key_begin = 0, key_end = npos;  ///< attend to a part: split contexts, chunked attention, shifted spans
+      nullptr;                 ///< [tokens]: the last queries.tokens tokens are a tree of drafts, parents before
+                               ///< children; bit j of word i: query i sees token j of it (itself and all its
+                               ///< ancestors). Query i stands behind its ancestors: position is ignored
+  std::size_t key_begin = 0;   ///< attend to the positions [key_begin, key_end) only: split contexts, shifted spans
+  std::size_t key_end = npos;  ///< npos: all behind key_begin
 };
 
 /// Tokens of one coded page that the caller owns: its tokens [first, first + count).
 struct PageSpan {
-  const std::byte* page = nullptr;
-  std::uint32_t first = 0, count = 0;
+  const std::byte* page = nullptr;  ///< page_bytes() of the PageCodec, aligned to 64
+  std::uint32_t first = 0;          ///< token of the page
+  std::uint32_t count = 0;          ///< tokens
 };
 
 /// One sequence's part of a step over pages that the caller owns (attend_pages): its tokens are those of `pages`, in
 /// this order, and behind them raw rows.
 struct PageItem {
-  std::span<const PageSpan> pages{};
-  ConstRows keys{}, values{};                 ///< raw rows [tokens][kv_heads][dim], or none
-  ConstRows queries{};                        ///< [tokens][heads][head_dim]
-  Rows out{};                                 ///< [tokens][heads][value_dim]
-  float* lse = nullptr;                       ///< as in BatchItem
-  std::size_t position = npos;                ///< of query 0; npos: all tokens - queries.tokens
-  std::size_t key_begin = 0, key_end = npos;  ///< as in BatchItem
+  std::span<const PageSpan> pages{};  ///< coded tokens, in order
+  ConstRows keys{};                   ///< raw rows behind them [tokens][kv_heads][head_dim], or none
+  ConstRows values{};                 ///< [tokens][kv_heads][value_dim], as many tokens as keys
+  ConstRows queries{};                ///< [tokens][heads][head_dim]
+  Rows out{};                         ///< [tokens][heads][value_dim]
+  float* lse = nullptr;               ///< as in BatchItem
+  std::size_t position = npos;        ///< of query 0; npos: all tokens - queries.tokens
+  std::size_t key_begin = 0;          ///< as in BatchItem
+  std::size_t key_end = npos;         ///< as in BatchItem
 };
 
 /// The default executor: a loop. An executor is any callable (tasks, body) that runs body(i) once for every i < tasks,
 /// in any order, on any thread, and returns when all are done.
 struct Serial {
+  /// body(0), body(1), ..., body(tasks - 1), on the calling thread.
   template <class Body>
   void operator()(std::size_t tasks, Body&& body) const {
     for (std::size_t i = 0; i < tasks; ++i) body(i);

@@ -126,6 +126,7 @@ class AttentionPlan {
   /// Bytes that `run` needs, aligned to 64; contents do not matter and need not survive the plan.
   std::size_t workspace_bytes() const noexcept { return state_ != nullptr ? state_->workspace_bytes : 0; }
 
+  /// Phases to run in this order, all tasks of one before any of the next; 0: nothing to do.
   std::size_t phases() const noexcept {
     std::size_t count = 0;
     for (const Phase phase : kPhases) count += size(phase) > 0 ? 1u : 0u;

@@ -14,14 +14,14 @@ namespace turboquant {
 
 /// Takes bytes in order. cache/stream.hpp makes one of a std::ostream.
 struct ByteSink {
-  void* context = nullptr;
+  void* context = nullptr;  ///< first argument of `write`
   /// Takes `count` bytes; false: they could not be written, and nothing more will come.
   bool (*write)(void* context, const void* bytes, std::size_t count) = nullptr;
 };
 
 /// Hands out bytes in order. cache/stream.hpp makes one of a std::istream.
 struct ByteSource {
-  void* context = nullptr;
+  void* context = nullptr;  ///< first argument of `read`
   /// Copies up to `count` bytes to `bytes` and returns how many; fewer than `count` only at the end or after an error.
   std::size_t (*read)(void* context, void* bytes, std::size_t count) = nullptr;
 };

@@ -14,7 +14,7 @@ namespace turboquant {
 
 /// One layer of the model.
 struct LayerShape {
-  std::uint32_t kv_heads = 1;
+  std::uint32_t kv_heads = 1;    ///< KV heads: 1 to 65536
   std::uint32_t head_dim = 128;  ///< coordinates of a key: a multiple of 16 of the form 2^k {1, 3, 5, 7, 9}, 32 to 1024
   std::uint32_t value_dim = 0;   ///< coordinates of a value, same rule; 0: head_dim
   std::uint32_t window = 0;      ///< 0: all keys; else a query at p sees keys j with p - j < window
@@ -24,6 +24,7 @@ struct LayerShape {
 
 /// A whole cache. Token counts are per sequence.
 struct CacheConfig {
+  /// The model's layers, from 0.
   std::vector<LayerShape> layers = std::vector<LayerShape>(1);  // not {LayerShape{}}: g++ 12 warns of that, wrongly
   std::size_t page_tokens = 64;                                 ///< tokens per page: a multiple of 16, at most 256
   std::size_t recent_tokens = 64;    ///< at least so many of the newest tokens are read raw (bf16)

@@ -36,7 +36,7 @@ inline Status check_byte_order() noexcept {
 
 // visit(name, number) for all that must agree between the cache that saved a sequence and the one that loads it.
 template <class Visit>
-void describe_cache(const CacheCore& core, Visit visit) {
+void describe_cache(const CacheCore& core, Visit&& visit) {
   const CacheConfig& config = core.config();
   visit("page_tokens", config.page_tokens);
   visit("recent_tokens", config.recent_tokens);
@@ -58,7 +58,7 @@ inline std::uint64_t rotation_hash(const Layer& layer) noexcept {
 // All that gives the bytes of a page their meaning, page_tokens excepted.
 inline constexpr std::size_t kLayerFields = 7;
 template <class Visit>
-void describe_layer(const Layer& layer, Visit visit) {
+void describe_layer(const Layer& layer, Visit&& visit) {
   visit("kv_heads", layer.shape.kv_heads);
   visit("head_dim", layer.shape.head_dim);
   visit("value_dim", layer.shape.value_dim);

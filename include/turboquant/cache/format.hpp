@@ -18,17 +18,20 @@ namespace turboquant {
 /// Keys are stored with the unbiased scale, so that logits have no bias; values with least squares.
 template <KeyCodec Key, ValueCodec Value>
 struct Format {
-  using key_codec = Key;
-  using value_codec = Value;
+  using key_codec = Key;      ///< of the keys
+  using value_codec = Value;  ///< of the values
+  /// Frozen number in files.
   static constexpr std::uint32_t id = std::uint32_t{Key::id} << 16 | Value::id;
 };
 
 /// The recommended pair at each width: the least error at 2 and 3 bits; at 4 and 8 bits plain levels, which are small
 /// enough in error there and the fastest to read. docs/accuracy.md has the measurements.
+/// @{
 using TQ2 = Format<TrellisQuant<2>, TrellisQuant<2>>;
 using TQ3 = Format<TrellisQuant<3>, TrellisQuant<3>>;
 using TQ4 = Format<PolarQuant<4>, PolarQuant<4>>;
 using TQ8 = Format<PolarQuant<8>, PolarQuant<8>>;
+/// @}
 
 namespace detail {
 

@@ -28,6 +28,7 @@ class KVCache {
       : core_(std::move(config),
               std::array<const detail::Operations*, sizeof...(F)>{detail::OperationsOf<F>::on(isa)...}) {}
 
+  /// As given.
   const CacheConfig& config() const noexcept { return core_.config(); }
 
   /// An empty sequence. Errors: out_of_memory.

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <span>
 
 #include <turboquant/cache/byte_stream.hpp>
@@ -237,14 +236,14 @@ inline Status load(CacheCore& core, const ByteSource& source, SequenceId& create
   constexpr std::size_t kCacheFields = 6;
   if (const Status status = take_section(8 * (kCacheFields + 1), in); status.code != Status::ok) return status;
   Comparison compare(in);
-  describe_cache(core, std::ref(compare));
+  describe_cache(core, compare);
   if (compare.status().code != Status::ok) return compare.status();
   const std::uint64_t length = in.number();
   if (length > kMostTokens) return in.damaged("length");
   for (std::size_t l = 0; l < core.layer_count(); ++l) {
     in.begin("layer shape");
     if (const Status status = take_section(8 * (kLayerFields + 1), in); status.code != Status::ok) return status;
-    describe_layer(core.layer(l), std::ref(compare));
+    describe_layer(core.layer(l), compare);
     compare("window", core.layer(l).shape.window);
     if (compare.status().code != Status::ok) return compare.status();
   }
@@ -275,7 +274,7 @@ inline Status load_page(CacheCore& core, SequenceId id, std::size_t index, const
   Comparison compare(in);
   compare("page_tokens", core.config().page_tokens);
   compare("seed", core.config().seed);
-  describe_layer(layer, std::ref(compare));
+  describe_layer(layer, compare);
   if (compare.status().code != Status::ok) return compare.status();
   PageRead page(core.pool());
   if (const Status status = page.read(layer, in, false); status.code != Status::ok) return status;

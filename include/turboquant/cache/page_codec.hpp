@@ -39,7 +39,9 @@ class PageCodec {
   PageCodec(const PageCodec&) = delete;
   PageCodec& operator=(const PageCodec&) = delete;
 
+  /// As given, value_dim resolved where it was 0.
   const LayerShape& shape() const noexcept { return layer_.shape; }
+  /// Tokens that a page has room for.
   std::size_t page_tokens() const noexcept { return layer_.page_shape.tokens; }
 
   /// Bytes of a page: all KV heads, keys and values, scales and centres; a multiple of 64.

@@ -17,7 +17,9 @@ namespace turboquant {
 
 /// Names a sequence. The generation makes a released id stale for good.
 struct SequenceId {
-  std::uint32_t index = ~0u, generation = 0;
+  std::uint32_t index = ~0u;     ///< place in the table; ~0: no sequence
+  std::uint32_t generation = 0;  ///< counts the sequences that had this place
+  /// True for the same sequence.
   friend bool operator==(const SequenceId&, const SequenceId&) = default;
 };
 

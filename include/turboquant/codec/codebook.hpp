@@ -7,11 +7,13 @@
 
 namespace turboquant {
 
-// The positive levels; the table is symmetric. The fixed point of Lloyd's iteration, each level the mean of its cell
-// and each boundary the middle of two levels; tests/codec/codebook_test.cpp proves it. J. Max, "Quantizing for minimum
-// distortion", IRE Trans. Inform. Theory 6 (1960), table I, prints the same to four digits.
+/// The positive levels of the quantizer of N(0, 1) with 2^B levels; the table is symmetric. The fixed point of Lloyd's
+/// iteration, each level the mean of its cell and each boundary the middle of two levels;
+/// tests/codec/codebook_test.cpp proves it. Source: J. Max, "Quantizing for minimum distortion", IRE Trans. Inform.
+/// Theory 6 (1960), table I, prints the same to four digits.
 template <unsigned B>
 inline constexpr std::array<double, (std::size_t{1} << (B - 1))> kLloydMaxLevels{};
+/// @cond
 template <>
 inline constexpr std::array<double, 1> kLloydMaxLevels<1>{0.7978845608028654};
 template <>
@@ -23,12 +25,15 @@ template <>
 inline constexpr std::array<double, 8> kLloydMaxLevels<4>{0.12839502985114687, 0.38804829949028974, 0.6567591185324629,
                                                           0.9423404564869626,  1.2562311973471765,  1.618046386021885,
                                                           2.069017226531381,   2.73258957099517};
+/// @endcond
 
 /// Levels as integers: level(code) * step is within 0.5 step of the Lloyd-Max level of N(0, 1). The largest integer
 /// level is chosen, up to 127, so that rounding costs least error: 0.001 % (2 bits), 0.003 % (3 bits), 0.06 % (4 bits).
 template <unsigned B>
 struct Codebook {
+  /// Number of positive levels.
   static constexpr std::size_t kHalf = std::size_t{1} << (B - 1);
+  /// The largest integer level.
   static constexpr int kLargest = B == 1 ? 1 : B == 2 ? 100 : B == 3 ? 88 : 104;
   /// Standard deviation of the source in level units: 1 / step.
   static constexpr double kSpread = kLargest / kLloydMaxLevels<B>.back();

@@ -14,19 +14,20 @@ namespace turboquant {
 using kernels::ScaleRule;
 using layout::Side;
 
+/// How an encoder chooses scales.
 struct EncodeOptions {
-  ScaleRule scale = ScaleRule::least_squares;
-  bool search = true;  ///< search the scale on a grid before rounding: less error, same decoder
+  ScaleRule scale = ScaleRule::least_squares;  ///< keys: unbiased; values: least_squares
+  bool search = true;                          ///< search the scale on a grid before rounding: less error, same decoder
 };
 
 /// Where an encoder writes one side of one KV head of a page. All of it is written once all parts are done. Unused
 /// tokens get zero scales; their codes are a function of the rows too, and part of a trellis code of values.
 struct CodedTarget {
-  std::size_t dim = 0;
-  std::size_t page_tokens = 0;
-  bfloat16* scales = nullptr;       ///< page_tokens
-  bfloat16* zero_points = nullptr;  ///< page_tokens; null for codecs without zero points
-  std::uint8_t* fragments = nullptr;
+  std::size_t dim = 0;                ///< coordinates of a row, a multiple of 16
+  std::size_t page_tokens = 0;        ///< tokens the page has room for, a multiple of 16
+  bfloat16* scales = nullptr;         ///< page_tokens
+  bfloat16* zero_points = nullptr;    ///< page_tokens; null for codecs without zero points
+  std::uint8_t* fragments = nullptr;  ///< page_tokens * dim * bits / 8 bytes, as layout/fragment.hpp orders them
 };
 
 /// A codec turns rows (rotated, centred) into scales and codes, and names the code family that kernels read. The work

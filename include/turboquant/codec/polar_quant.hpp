@@ -17,16 +17,18 @@ namespace turboquant {
 template <unsigned B>
 struct PolarQuant {
   static_assert(B == 1 || B == 2 || B == 3 || B == 4 || B == 8, "PolarQuant has 1, 2, 3, 4 or 8 bits");
-  static constexpr unsigned bits = B;
-  static constexpr std::uint16_t id = 0x0100 + B;
+  static constexpr unsigned bits = B;              ///< per coordinate, without scales
+  static constexpr std::uint16_t id = 0x0100 + B;  ///< frozen number in files
+  /// As in messages and tables.
   static constexpr const char* name = B == 1   ? "polar1"
                                       : B == 2 ? "polar2"
                                       : B == 3 ? "polar3"
                                       : B == 4 ? "polar4"
                                                : "polar8";
-  static constexpr bool zero_points = false;
-  static constexpr unsigned query_planes = B == 8 ? 2 : 1;
+  static constexpr bool zero_points = false;                ///< stored beside the scales
+  static constexpr unsigned query_planes = B == 8 ? 2 : 1;  ///< int8 planes of the query
 
+  /// The code family, for kernels.
   static constexpr kernels::LevelCodes<B> codes() {
     if constexpr (B == 8) {
       return {};
@@ -35,10 +37,14 @@ struct PolarQuant {
     }
   }
 
+  /// Bytes of work space of encode_parts.
   static constexpr std::size_t scratch_bytes(std::size_t page_tokens, std::size_t dim) { return page_tokens * dim; }
 
+  /// A part is a token.
+  /// @{
   static constexpr bool by_token(Side) { return true; }
   static constexpr std::size_t parts(Side, std::size_t page_tokens) { return page_tokens; }
+  /// @}
 
   /// rows: of the tokens [begin, min(end, count)), rotated and centred; scratch: scratch_bytes().
   template <class K>

@@ -24,6 +24,7 @@ class Qjl {
   Qjl(std::uint64_t seed, std::size_t dim) noexcept
       : first_(random_bits(seed, kStream, 0), dim), second_(random_bits(seed, kStream, 1), dim) {}
 
+  /// Coordinates of a vector.
   std::size_t dim() const noexcept { return first_.dim(); }
 
   /// out = S x. x, out: [dim], may be the same.
@@ -67,31 +68,35 @@ class Qjl {
   Rotation first_, second_;
 };
 
-/// B bits per coordinate: PolarQuant<B - 1> of the rotated vector (plain nearest level, least-squares scale) and a Qjl
-/// sketch of what is left. Unbiased like Qjl, with variance about pi/2 times the residual energy over dim. Source:
-/// TurboQuant, arXiv 2504.19874, algorithm 2 (TurboQuant_prod). PolarQuant<B> with the unbiased scale has no bias
+/// B bits per coordinate: `PolarQuant<B - 1>` of the rotated vector (plain nearest level, least-squares scale) and a
+/// Qjl sketch of what is left. Unbiased like Qjl, with variance about pi/2 times the residual energy over dim. Source:
+/// TurboQuant, arXiv 2504.19874, algorithm 2 (TurboQuant_prod). `PolarQuant<B>` with the unbiased scale has no bias
 /// either and less variance at equal bits; tests/codec/qjl_test.cpp shows it.
 template <unsigned B>
 class TurboProd {
   static_assert(B == 2 || B == 3 || B == 4, "TurboProd has 2, 3 or 4 bits");
 
  public:
+  /// A coded key.
   struct Code {
-    float scale = 0;  ///< of the levels
-    float residual_norm = 0;
-    std::uint8_t levels[kMaxDim];
-    std::uint8_t signs[kMaxDim / 8];
+    float scale = 0;                  ///< of the levels
+    float residual_norm = 0;          ///< length of what the levels leave
+    std::uint8_t levels[kMaxDim];     ///< dim() indices into `Codebook<B - 1>::levels`
+    std::uint8_t signs[kMaxDim / 8];  ///< of the sketch, dim() bits as in Qjl::encode
   };
+  /// A query, prepared for any number of keys.
   struct Query {
-    float rotated[kMaxDim];
-    float projected[kMaxDim];
+    float rotated[kMaxDim];    ///< R q, dim() coordinates
+    float projected[kMaxDim];  ///< S R q, dim() coordinates
   };
 
   /// Requires is_supported_dim(dim).
   TurboProd(std::uint64_t seed, std::size_t dim) noexcept : rotation_(seed, dim), sketch_(seed, dim) {}
 
+  /// Coordinates of a vector.
   std::size_t dim() const noexcept { return rotation_.dim(); }
 
+  /// k: [dim].
   void encode(const float* k, Code& code) const noexcept {
     float rotated[kMaxDim], residual[kMaxDim];
     kernels::Portable::rotate(view(), k, rotated);
@@ -101,6 +106,7 @@ class TurboProd {
     code.residual_norm = sketch_.encode(residual, code.signs);
   }
 
+  /// q: [dim].
   void prepare(const float* q, Query& query) const noexcept {
     kernels::Portable::rotate(view(), q, query.rotated);
     sketch_.project(query.rotated, query.projected);

@@ -18,30 +18,47 @@ class Array {
   static_assert(alignof(T) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
 
  public:
+  /// An empty array without memory.
   Array() noexcept = default;
   ~Array() { ::operator delete(data_); }
+  /// Takes the elements of `other`, which is empty afterwards.
   Array(Array&& other) noexcept { swap(other); }
+  /// Takes the elements of `other`, which is empty afterwards; frees its own.
   Array& operator=(Array&& other) noexcept {
     Array taken(std::move(other));
     swap(taken);
     return *this;
   }
 
+  /// The first element; null if there was never memory.
+  /// @{
   [[nodiscard]] T* data() noexcept { return data_; }
   [[nodiscard]] const T* data() const noexcept { return data_; }
+  /// @}
+  /// Number of elements.
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  /// Number of elements that there is memory for.
   [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
+  /// True if size() is 0.
   [[nodiscard]] bool empty() const noexcept { return size_ == 0; }
+  /// The range [begin(), end()); every call that may move elements ends it.
+  /// @{
   [[nodiscard]] T* begin() noexcept { return data_; }
   [[nodiscard]] T* end() noexcept { return data_ + size_; }
   [[nodiscard]] const T* begin() const noexcept { return data_; }
   [[nodiscard]] const T* end() const noexcept { return data_ + size_; }
+  /// @}
+  /// Element i. Requires i < size().
+  /// @{
   [[nodiscard]] T& operator[](std::size_t i) noexcept { return data_[i]; }
   [[nodiscard]] const T& operator[](std::size_t i) const noexcept { return data_[i]; }
-  /// Requires a non-empty array.
+  /// @}
+  /// The last element. Requires a non-empty array.
+  /// @{
   [[nodiscard]] T& back() noexcept { return data_[size_ - 1]; }
   [[nodiscard]] const T& back() const noexcept { return data_[size_ - 1]; }
 
+  /// @}
   /// The largest size that can be asked for.
   [[nodiscard]] static constexpr std::size_t max_size() noexcept { return std::size_t(PTRDIFF_MAX) / sizeof(T); }
 
@@ -91,6 +108,7 @@ class Array {
   /// Removes all elements and keeps the memory.
   void clear() noexcept { size_ = 0; }
 
+  /// Exchanges elements and memory; moves no element.
   void swap(Array& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);

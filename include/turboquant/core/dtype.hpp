@@ -8,16 +8,20 @@
 namespace turboquant {
 
 /// Element type of a row view.
-enum class DType : std::uint8_t { f32, f16, bf16 };
+enum class DType : std::uint8_t {
+  f32,  ///< float, IEEE 754 binary32
+  f16,  ///< half
+  bf16  ///< bfloat16
+};
 
 /// IEEE 754 binary16: 1 sign, 5 exponent and 10 fraction bits.
 struct half {
-  std::uint16_t bits;
+  std::uint16_t bits;  ///< as in memory
 };
 
 /// The upper half of an IEEE 754 binary32: 1 sign, 8 exponent and 7 fraction bits.
 struct bfloat16 {
-  std::uint16_t bits;
+  std::uint16_t bits;  ///< as in memory
 };
 
 /// Bytes per element; 0 for a value that is no DType.

@@ -55,13 +55,16 @@ inline void release_block(void*, void* memory, std::size_t bytes) noexcept {
 /// Owns `bytes` bytes of uninitialised memory, aligned to 64 bytes. False if there was no memory.
 class Scratch {
  public:
+  /// Allocates; see operator bool.
   explicit Scratch(std::size_t bytes) noexcept
       : memory_(static_cast<std::byte*>(::operator new(bytes, std::align_val_t(detail::kCacheLine), std::nothrow))) {}
   ~Scratch() { ::operator delete(memory_, std::align_val_t(detail::kCacheLine)); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
+  /// The first byte; null if there was no memory.
   [[nodiscard]] std::byte* get() const noexcept { return memory_; }
+  /// True if there was memory.
   [[nodiscard]] explicit operator bool() const noexcept { return memory_ != nullptr; }
 
  private:

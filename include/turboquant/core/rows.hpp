@@ -15,14 +15,18 @@ namespace turboquant {
 /// Element (t, h, i) lies at `data + (t * token_stride + h * head_stride + i) * size_of(type)` bytes: `dim` is
 /// contiguous, strides are in elements and may be negative or zero. `data` needs no alignment. The view owns nothing.
 struct Rows {
-  void* data = nullptr;
-  DType type = DType::f32;
-  std::size_t tokens = 0, heads = 0, dim = 0;
-  std::ptrdiff_t token_stride = 0, head_stride = 0;
+  void* data = nullptr;             ///< element (0, 0, 0); not aligned in any way; null: no rows
+  DType type = DType::f32;          ///< of every element
+  std::size_t tokens = 0;           ///< rows per head
+  std::size_t heads = 0;            ///< query heads or KV heads
+  std::size_t dim = 0;              ///< contiguous elements of a row
+  std::ptrdiff_t token_stride = 0;  ///< elements from a token to the next
+  std::ptrdiff_t head_stride = 0;   ///< elements from a head to the next
 
   /// No rows.
   constexpr Rows() noexcept = default;
-  /// Contiguous rows of one element type.
+  /// Contiguous rows of one element type: head_stride is dim, token_stride heads * dim.
+  /// @{
   constexpr Rows(float* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
       : Rows(rows, DType::f32, token_count, head_count, dimension) {}
   constexpr Rows(half* rows, std::size_t token_count, std::size_t head_count, std::size_t dimension) noexcept
@@ -33,6 +37,7 @@ struct Rows {
                  std::size_t dimension) noexcept
       : Rows(rows, element, token_count, head_count, dimension, std::ptrdiff_t(head_count * dimension),
              std::ptrdiff_t(dimension)) {}
+  /// @}
   /// Rows with strides, in elements.
   constexpr Rows(void* rows, DType element, std::size_t token_count, std::size_t head_count, std::size_t dimension,
                  std::ptrdiff_t stride_of_tokens, std::ptrdiff_t stride_of_heads) noexcept
@@ -47,17 +52,21 @@ struct Rows {
 
 /// Read-only view of rows [tokens][heads][dim]; otherwise as Rows.
 struct ConstRows {
-  const void* data = nullptr;
-  DType type = DType::f32;
-  std::size_t tokens = 0, heads = 0, dim = 0;
-  std::ptrdiff_t token_stride = 0, head_stride = 0;
+  const void* data = nullptr;       ///< element (0, 0, 0); not aligned in any way; null: no rows
+  DType type = DType::f32;          ///< of every element
+  std::size_t tokens = 0;           ///< rows per head
+  std::size_t heads = 0;            ///< query heads or KV heads
+  std::size_t dim = 0;              ///< contiguous elements of a row
+  std::ptrdiff_t token_stride = 0;  ///< elements from a token to the next
+  std::ptrdiff_t head_stride = 0;   ///< elements from a head to the next
 
   /// No rows.
   constexpr ConstRows() noexcept = default;
   /// A writable view, for reading.
   constexpr ConstRows(const Rows& rows) noexcept
       : ConstRows(rows.data, rows.type, rows.tokens, rows.heads, rows.dim, rows.token_stride, rows.head_stride) {}
-  /// Contiguous rows of one element type.
+  /// Contiguous rows of one element type: head_stride is dim, token_stride heads * dim.
+  /// @{
   constexpr ConstRows(const float* rows, std::size_t token_count, std::size_t head_count,
                       std::size_t dimension) noexcept
       : ConstRows(rows, DType::f32, token_count, head_count, dimension) {}
@@ -70,6 +79,7 @@ struct ConstRows {
                       std::size_t dimension) noexcept
       : ConstRows(rows, element, token_count, head_count, dimension, std::ptrdiff_t(head_count * dimension),
                   std::ptrdiff_t(dimension)) {}
+  /// @}
   /// Rows with strides, in elements.
   constexpr ConstRows(const void* rows, DType element, std::size_t token_count, std::size_t head_count,
                       std::size_t dimension, std::ptrdiff_t stride_of_tokens, std::ptrdiff_t stride_of_heads) noexcept

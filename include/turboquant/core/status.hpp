@@ -15,26 +15,30 @@ inline constexpr std::size_t npos = std::size_t(-1);
 /// `expected` and `found` are the two numbers that disagree, where that makes sense, else both 0.
 /// Never allocates; compares with a code: `if (status == Status::ok)`.
 struct [[nodiscard]] Status {
+  /// Why a call was refused.
   enum Code : std::uint8_t {
-    ok,
-    out_of_memory,
-    non_finite_input,
-    unknown_sequence,
-    bad_layer,
-    bad_shape,
-    behind_window,
-    corrupt_file,
-    format_mismatch,
-    io_error
+    ok,                ///< nothing was refused
+    out_of_memory,     ///< the memory source had none, or CacheConfig::max_bytes is reached
+    non_finite_input,  ///< infinity, NaN, or a key or value above 2^96; of rows `found` is the token
+    unknown_sequence,  ///< never created, or released
+    bad_layer,         ///< no such layer
+    bad_shape,         ///< rows, positions or counts that do not fit the layer, the sequence or each other
+    behind_window,     ///< tokens that a windowed layer has freed
+    corrupt_file,      ///< damaged or cut off
+    format_mismatch,   ///< saved by another configuration, version or byte order
+    io_error           ///< a sink or source failed or is missing
   };
 
-  Code code = ok;
-  const char* field = "";
-  std::int64_t expected = 0, found = 0;
+  Code code = ok;             ///< what became of the call
+  const char* field = "";     ///< a string literal, never null
+  std::int64_t expected = 0;  ///< the limit or the number that was wanted
+  std::int64_t found = 0;     ///< the number that came
 
+  /// A refusal, or success.
   constexpr Status(Code why = ok, const char* what = "", std::int64_t wanted = 0, std::int64_t got = 0) noexcept
       : code(why), field(what), expected(wanted), found(got) {}
 
+  /// True if the code is `other`.
   friend constexpr bool operator==(const Status& status, Code other) noexcept { return status.code == other; }
 };
 

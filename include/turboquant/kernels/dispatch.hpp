@@ -15,8 +15,14 @@
 namespace turboquant {
 
 /// A set of kernels. All write the same bytes; attention outputs agree to 2e-4 of their norm.
-enum class Isa : std::uint8_t { portable, avx2, avx512, neon };
+enum class Isa : std::uint8_t {
+  portable,  ///< xsimd with the flags of the build; any CPU
+  avx2,      ///< x86-64 with AVX2
+  avx512,    ///< x86-64 with AVX-512 F, BW, VL, DQ, VNNI and VBMI
+  neon       ///< 64-bit Arm with dot products
+};
 
+/// The name as it is written in C++.
 [[nodiscard]] constexpr const char* to_string(Isa isa) noexcept {
   switch (isa) {
     case Isa::portable:

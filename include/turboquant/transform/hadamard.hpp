@@ -8,7 +8,8 @@
 
 namespace turboquant {
 
-inline constexpr std::size_t kMinDim = 32, kMaxDim = 1024;
+inline constexpr std::size_t kMinDim = 32;    ///< smallest head size
+inline constexpr std::size_t kMaxDim = 1024;  ///< largest head size
 
 /// Order m of the base matrix of size `dim`: H(dim) = base(m) Kronecker Sylvester(dim / m), that is
 /// `H[a * 2^k + i][b * 2^k + j] = base[a][b] * (-1)^popcount(i & j)` with 2^k = dim / m.

@@ -22,6 +22,7 @@ class Rotation {
     }
   }
 
+  /// Coordinates; 0 for an unsupported size.
   [[nodiscard]] constexpr std::size_t dim() const noexcept { return dim_; }
 
   /// dim() signs, each +1.0f or -1.0f, aligned to 64 bytes.
