@@ -60,11 +60,11 @@ class Study {
   void time() {
     if (extent_.timed_context == 0) return;
     for (Row& row : rows_) {
-      // Formats of others are decoded before use here, which takes no time worth telling; centres and first tokens
+      // Formats of others are decoded before use here, which takes no time worth telling; centres and raw tokens
       // hardly change what the library's own take.
       const std::string& format = row.choice.format;
       const bool is_real = format == "f32" || format == "f16" || format.starts_with("TQ");
-      const bool is_variant = row.choice.first_tokens > 0 || format.find("not centred") != std::string::npos;
+      const bool is_variant = !row.choice.codes_everything || format.find("not centred") != std::string::npos;
       if (is_real && !is_variant) row.attention_time = time(row.choice);
       advance_();
     }

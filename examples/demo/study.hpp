@@ -19,9 +19,9 @@ namespace demo {
 
 /// How much is measured.
 struct Extent {
-  std::size_t window_tokens = 1024, windows = 4, stress_windows = 4;
+  std::size_t window_tokens = 1024, windows = 2, stress_windows = 1;
   std::vector<std::size_t> passage_lengths;  // none: no recall, as for a model with another vocabulary
-  std::size_t passages = 2;                  // of each length
+  std::size_t passages = 1;                  // of each length
   std::size_t timed_context = 2048;          // 0: no times
 };
 
