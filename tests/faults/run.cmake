@@ -8,6 +8,7 @@
 # The second way copies the tree to BUILD and builds there what the patches name, once without a fault, where all tests
 # must pass, then with one fault after the other. It needs a CPU with AVX2.
 cmake_minimum_required(VERSION 3.25)
+cmake_path(ABSOLUTE_PATH ROOT)
 find_package(Git QUIET)
 if(NOT Git_FOUND)
   message(FATAL_ERROR "faults: git, which applies the patches, was not found")
@@ -61,6 +62,7 @@ endif()
 if(ONLY)
   list(FILTER patches INCLUDE REGEX "${ONLY}")
 endif()
+cmake_path(ABSOLUTE_PATH BUILD)
 set(tree ${BUILD}/tree)
 set(options "")
 file(REMOVE_RECURSE ${tree}/include)
