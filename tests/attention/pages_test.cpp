@@ -199,7 +199,7 @@ TEST(Pages, RefusalsLeaveThePageAlone) {
   Blocks blocks(codec.page_bytes()), scratch(codec.workspace_bytes());
   std::byte *page = blocks.take(), *workspace = scratch.take();
   const Block keys = gaussian_block(1, 16, 1, 32), many = gaussian_block(1, 17, 1, 32),
-              wide = gaussian_block(1, 16, 1, 64);
+              wide = gaussian_block(1, 16, 1, 64), pairs = gaussian_block(1, 16, 2, 32);
   Block broken = keys;
   broken.row(7)[3] = kNaN;
   EXPECT_STATUS(bad_shape, codec.encode_page({}, {}, page, workspace));
@@ -207,6 +207,7 @@ TEST(Pages, RefusalsLeaveThePageAlone) {
   EXPECT_STATUS(bad_shape, codec.encode_page(many.rows(), many.rows(), page, workspace));
   EXPECT_STATUS(bad_shape, codec.encode_page(wide.rows(), keys.rows(), page, workspace));
   EXPECT_STATUS(bad_shape, codec.encode_page(keys.rows(), wide.rows(), page, workspace));
+  EXPECT_STATUS(bad_shape, codec.encode_page(pairs.rows(), keys.rows(), page, workspace));
   EXPECT_STATUS(bad_shape, codec.encode_page(keys.rows(), keys.rows(), nullptr, workspace));
   EXPECT_STATUS(non_finite_input, codec.encode_page(keys.rows(), broken.rows(), page, workspace));
   for (std::size_t i = 0; i < codec.page_bytes(); ++i) ASSERT_EQ(page[i], std::byte{0xee});

@@ -227,6 +227,12 @@ TEST(Plan, RefusesWhatAttendRefuses) {
   bad[2] = items[2];
   bad[2].queries = queries.rows();
   EXPECT_STATUS(non_finite_input, turboquant::plan(cache, 0, bad, {}, plan));
+  bad[2] = items[2];
+  bad[2].position = (std::size_t{1} << 48) + 1;
+  EXPECT_STREQ(turboquant::plan(cache, 0, bad, {}, plan).field, "position");
+  bad[2] = items[2];
+  bad[2].key_begin = 3, bad[2].key_end = 2;
+  EXPECT_STREQ(turboquant::plan(cache, 0, bad, {}, plan).field, "key_begin");
   ASSERT_OK(turboquant::plan(cache, 0, items, {}, plan));
   EXPECT_TRUE(run_plan(plan, 1));
 }

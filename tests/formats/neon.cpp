@@ -1,5 +1,5 @@
 #include "formats/table.hpp"
 
 #if defined(TURBOQUANT_HAS_NEON)
-tests::Table tests::neon_operations() { return make_table<turboquant::kernels::Neon>(KeyCodecs(), ValueCodecs()); }
+tests::Table tests::neon_operations() { return operations_of<turboquant::kernels::Neon, turboquant::Isa::neon>(); }
 #endif

@@ -1,5 +1,5 @@
 #include "formats/table.hpp"
 
 tests::Table tests::portable_operations() {
-  return make_table<turboquant::kernels::Portable>(KeyCodecs(), ValueCodecs());
+  return operations_of<turboquant::kernels::Portable, turboquant::Isa::portable>();
 }

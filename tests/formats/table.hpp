@@ -3,8 +3,9 @@
 
 #include <array>
 #include <cstddef>
+#include <type_traits>
 
-#include <turboquant/turboquant.hpp>
+#include <turboquant/cache/format.hpp>
 
 namespace tests {
 
@@ -13,6 +14,13 @@ struct Codecs {
   static constexpr std::size_t count = sizeof...(C);
 };
 
+#if defined(TURBOQUANT_TEST_FEW_FORMATS)
+// Those of most tests of the container, for builds that are made often (tests/faults).
+using KeyCodecs = Codecs<turboquant::PolarQuant<3>, turboquant::PolarQuant<4>, turboquant::PolarQuant<8>,
+                         turboquant::TrellisQuant<2>, turboquant::TrellisQuant<3>>;
+using ValueCodecs = Codecs<turboquant::PolarQuant<4>, turboquant::PolarQuant<8>, turboquant::ScalarQuant<4>,
+                           turboquant::TrellisQuant<2>, turboquant::TrellisQuant<3>>;
+#else
 using KeyCodecs = Codecs<turboquant::PolarQuant<1>, turboquant::PolarQuant<2>, turboquant::PolarQuant<3>,
                          turboquant::PolarQuant<4>, turboquant::PolarQuant<8>, turboquant::TrellisQuant<2>,
                          turboquant::TrellisQuant<3>, turboquant::TrellisQuant<4>>;
@@ -20,6 +28,7 @@ using ValueCodecs = Codecs<turboquant::PolarQuant<1>, turboquant::PolarQuant<2>,
                            turboquant::PolarQuant<4>, turboquant::PolarQuant<8>, turboquant::ScalarQuant<2>,
                            turboquant::ScalarQuant<3>, turboquant::ScalarQuant<4>, turboquant::ScalarQuant<8>,
                            turboquant::TrellisQuant<2>, turboquant::TrellisQuant<3>, turboquant::TrellisQuant<4>>;
+#endif
 
 using Table = std::array<const turboquant::detail::Operations*, KeyCodecs::count * ValueCodecs::count>;
 
@@ -32,6 +41,16 @@ Table make_table(Codecs<Key...>, Codecs<Value...>) {
   };
   (add_row(std::type_identity<Key>()), ...);
   return table;
+}
+
+/// Nothing for a set that TURBOQUANT_ISA leaves out.
+template <class Kernels, turboquant::Isa isa>
+Table operations_of() {
+  if constexpr (turboquant::is_built(isa)) {
+    return make_table<Kernels>(KeyCodecs(), ValueCodecs());
+  } else {
+    return {};
+  }
 }
 
 // One unit each.

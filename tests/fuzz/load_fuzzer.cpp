@@ -5,26 +5,19 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <fstream>
 #include <string>
 
 #include "cache/mixed_cache.hpp"
 #include "cache/saved_file.hpp"
+#include "fuzz/target.hpp"
 
 namespace {
 
 using namespace tests;
+using fuzz::require;
 using turboquant::CacheConfig;
 using turboquant::SequenceId;
 using turboquant::Status;
-
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "load_fuzzer: %s\n", what);
-  std::abort();
-}
 
 CacheConfig config_of(unsigned which) {
   CacheConfig config = mixed_config();
@@ -67,14 +60,10 @@ void use(MixedCache& cache, SequenceId id) {
   cache.release(copy);
 }
 
-/// The inputs to start from, as files in `folder`: sequences of some lengths, a sealed one, and pages.
-void write_seeds(const std::string& folder) {
-  unsigned count = 0;
+/// Sequences of some lengths, sealed ones, and pages.
+void write_seeds(fuzz::Seeds& seeds) {
   const auto write = [&](unsigned flags, const Bytes& bytes) {
-    std::ofstream file(folder + "/seed" + std::to_string(count++), std::ios::binary);
-    file.put(static_cast<char>(flags));
-    file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-    require(static_cast<bool>(file.flush()), "no seed could be written");
+    seeds.write(static_cast<char>(flags) + std::string(bytes.begin(), bytes.end()));
   };
   for (unsigned which = 0; which < 4; ++which) {
     MixedCache cache(config_of(which));
@@ -95,13 +84,7 @@ void write_seeds(const std::string& folder) {
 }  // namespace
 
 extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
-  for (int i = 1; i < *argc; ++i) {
-    const std::string argument = (*argv)[i];
-    if (!argument.empty() && argument[0] != '-') {
-      write_seeds(argument);
-      break;
-    }
-  }
+  if (fuzz::Seeds seeds(*argc, *argv); seeds) write_seeds(seeds);
   return 0;
 }
 

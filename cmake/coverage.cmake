@@ -1,0 +1,70 @@
+# What programs compiled with -fprofile-instr-generate -fcoverage-mapping have run of include/: lines per file, and those
+# that none of them ran. A template that no program instantiates has no lines here.
+#
+#   cmake -D SOURCE=<repository> -D PROFILES=<folder> -D PROGRAMS=<list> -D LLVM_PROFDATA=... -D LLVM_COV=...
+#         [-D LEAST=95] -P coverage.cmake           fails below so many per cent
+cmake_minimum_required(VERSION 3.25)
+if(NOT LEAST)
+  set(LEAST 95)
+endif()
+
+file(GLOB profiles ${PROFILES}/*.profraw)
+if(NOT profiles OR NOT PROGRAMS)
+  message(FATAL_ERROR "coverage: no profiles in ${PROFILES}, or no programs")
+endif()
+execute_process(COMMAND ${LLVM_PROFDATA} merge -sparse -o ${PROFILES}/all.profdata ${profiles}
+                COMMAND_ERROR_IS_FATAL ANY)
+list(POP_FRONT PROGRAMS first)
+list(TRANSFORM PROGRAMS PREPEND -object=)
+execute_process(COMMAND ${LLVM_COV} export -format=lcov -instr-profile=${PROFILES}/all.profdata ${first} ${PROGRAMS}
+                        ${SOURCE}/include
+                OUTPUT_FILE ${PROFILES}/coverage.info COMMAND_ERROR_IS_FATAL ANY)
+
+# 95.3 for 953 of 1000.
+function(percent part whole result)
+  math(EXPR tenths "1000 * ${part} / ${whole}")
+  math(EXPR ones "${tenths} / 10")
+  math(EXPR rest "${tenths} % 10")
+  set(${result} ${ones}.${rest} PARENT_SCOPE)
+endfunction()
+
+# A record per file: SF:<path>, DA:<line>,<times run> for each line, end_of_record.
+file(STRINGS ${PROFILES}/coverage.info lines REGEX "^(SF:|DA:|end_of_record)")
+set(all 0)
+set(all_run 0)
+set(report "")
+foreach(line IN LISTS lines)
+  if(line MATCHES "^SF:(.*)$")
+    cmake_path(RELATIVE_PATH CMAKE_MATCH_1 BASE_DIRECTORY ${SOURCE}/include/turboquant OUTPUT_VARIABLE file)
+    set(count 0)
+    set(run 0)
+    set(missed "")
+  elseif(line MATCHES "^DA:([0-9]+),0$")
+    math(EXPR count "${count} + 1")
+    list(APPEND missed ${CMAKE_MATCH_1})
+  elseif(line MATCHES "^DA:")
+    math(EXPR count "${count} + 1")
+    math(EXPR run "${run} + 1")
+  elseif(count GREATER 0)
+    percent(${run} ${count} share)
+    list(JOIN missed " " missed)
+    if(missed)
+      set(missed ", not run: ${missed}")
+    endif()
+    list(APPEND report "${file}: ${share} % of ${count} lines${missed}")
+    math(EXPR all "${all} + ${count}")
+    math(EXPR all_run "${all_run} + ${run}")
+  endif()
+endforeach()
+if(all EQUAL 0)
+  message(FATAL_ERROR "coverage: no line of include/ in ${PROFILES}/coverage.info")
+endif()
+list(SORT report)
+foreach(line IN LISTS report)
+  message("${line}")
+endforeach()
+percent(${all_run} ${all} share)
+message("All: ${share} % of ${all} lines")
+if(share LESS LEAST)
+  message(FATAL_ERROR "coverage: ${share} % of the lines of include/ are run, at least ${LEAST} % should be")
+endif()
