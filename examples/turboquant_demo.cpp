@@ -60,9 +60,10 @@ void declare(CLI::App& app, Arguments& arguments) {
   app.footer(
       "Every token is coded, a query's own included, except in rows with +recent (the newest 64 to 127 tokens\n"
       "are raw, the library's default) and +first (the first 16 too). KL is the mean divergence of the next\n"
-      "token's distribution from that with an f32 cache, in nats. Three columns repeat it for models with other\n"
-      "keys but the same exact attention: 20 deviations added to all keys; four channels of every head 16 times\n"
-      "as large; a token in front with a key 20 times as long. Attention is one decode step, on one core.");
+      "token's distribution from that with an f32 cache, in nats. Three columns say how many times it is that\n"
+      "for models with other keys but the same exact attention: 20 deviations added to all keys; four channels of\n"
+      "every head 16 times as large; a token in front with a key 20 times as long. Attention is one decode step,\n"
+      "on one core.");
 }
 
 std::vector<demo::Row> chosen_rows(const Arguments& arguments) {
@@ -102,7 +103,8 @@ int run(int argc, char** argv) {
   } else if (model.config().vocabulary == kByteVocabulary) {
     text = demo::read_text(arguments.text.empty() ? arguments.model / "heldout.txt" : arguments.text);
     tokens = demo::bytes_as_tokens(text);
-    arguments.extent.passage_lengths = {256, 512, 1024, 2048};
+    arguments.extent.passage_lengths = {256, 512, 1024};
+    if (arguments.is_thorough) arguments.extent.passage_lengths.push_back(2048);
   } else {
     fmt::print(stderr, "turboquant_demo: --tokens: the model's vocabulary has {} tokens, not the 256 bytes\n",
                model.config().vocabulary);

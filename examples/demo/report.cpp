@@ -22,16 +22,20 @@ std::string number(double value, const char* format) {
   return std::isnan(value) ? "-" : fmt::format(fmt::runtime(format), value);
 }
 
-// Two digits that count; a divergence below this is that of float arithmetic.
+constexpr double kRounding = 1e-8;  // a divergence below this is that of float arithmetic
+
+// Two digits that count.
 std::string divergence(double value) {
-  constexpr double kRounding = 1e-8;
   if (std::isnan(value)) return "-";
   return std::abs(value) < kRounding ? "0" : fmt::format("{:.2g}", value);
 }
 
-double stressed_kl(const Row& row, Stress stress) {
+// How many times the divergence is that of the same windows without stress.
+std::string growth(const Row& row, Stress stress) {
   const auto found = row.stressed.find(stress);
-  return found == row.stressed.end() ? Row::kUnknown : found->second.mean_kl();
+  if (found == row.stressed.end() || !(row.same_windows.mean_kl() >= kRounding)) return "-";
+  const double times = found->second.mean_kl() / row.same_windows.mean_kl();
+  return fmt::format("{:.{}f}x", times, times < 9.95 ? 1 : 0);
 }
 
 std::string recall_table(std::span<const Row> rows) {
@@ -89,18 +93,17 @@ std::size_t family_of(const Row& row) {
 std::string table(const Extent& extent, std::span<const Row> rows) {
   std::string text =
       fmt::format("{:<24}{:>7}{:>10}{:>9}{:>10}{:>8}{:>10}{:>10}{:>10}{:>9}{:>11}\n", "cache", "bits", "bytes", "bits",
-                  "KL", "top-1", "KL: key", "KL: out-", "KL: sink", "digits", "attention");
+                  "KL", "top-1", "KL with", "KL with", "KL with", "digits", "attention");
   text += fmt::format("{:<24}{:>7}{:>10}{:>9}{:>10}{:>8}{:>10}{:>10}{:>10}{:>9}{:>11}\n", "", "per num",
-                      "at " + fmt::to_string(extent.window_tokens), "per byte", "to f32", "same, %", "offset", "liers",
-                      "token", "right, %", "us/token");
+                      "at " + fmt::to_string(extent.window_tokens), "per byte", "to f32", "same, %", "offset",
+                      "outliers", "sink", "right, %", "us/token");
   for (const Row& row : rows) {
     const Prediction& prediction = row.prediction;
     text += fmt::format(
         "{:<24}{:>7.3f}{:>10.0f}{:>9.4f}{:>10}{:>8.2f}{:>10}{:>10}{:>10}{:>9}{:>11}\n", row.name, row.bits,
         row.cache_bytes, prediction.bits_per_token(), divergence(prediction.mean_kl()), 100 * prediction.agreement(),
-        divergence(stressed_kl(row, Stress::key_offset)), divergence(stressed_kl(row, Stress::outlier_channels)),
-        divergence(stressed_kl(row, Stress::sink_token)), number(100 * row.whole_recall().accuracy(), "{:.1f}"),
-        number(1e6 * row.attention_time, "{:.0f}"));
+        growth(row, Stress::key_offset), growth(row, Stress::outlier_channels), growth(row, Stress::sink_token),
+        number(100 * row.whole_recall().accuracy(), "{:.1f}"), number(1e6 * row.attention_time, "{:.0f}"));
   }
   if (!rows.front().recall.empty()) text += recall_table(rows);
   return text;
