@@ -12,8 +12,7 @@
 #include <vector>
 
 #if defined(__unix__) || defined(__APPLE__)
-#include <sys/mman.h>
-#include <unistd.h>
+#include "cache/fenced.hpp"
 #endif
 
 #include "cache/block.hpp"
@@ -492,38 +491,13 @@ TEST(LayoutCases, L17_OddAddresses) {
 }
 
 #if defined(__unix__) || defined(__APPLE__)
-/// Floats that end, or begin, at memory that may not be touched.
-class Fenced {
- public:
-  Fenced(std::size_t floats, bool at_the_end)
-      : bytes_(floats * sizeof(float)), page_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))) {
-    inner_ = (bytes_ + page_ - 1) / page_ * page_;
-    memory_ = static_cast<std::byte*>(mmap(nullptr, inner_ + 2 * page_, PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0));
-    EXPECT_TRUE(inner_ == 0 || mprotect(memory_ + page_, inner_, PROT_READ | PROT_WRITE) == 0);
-    data_ = reinterpret_cast<float*>(memory_ + page_ + (at_the_end ? inner_ - bytes_ : 0));
-  }
-  Fenced(const Fenced&) = delete;
-  Fenced& operator=(const Fenced&) = delete;
-  ~Fenced() { munmap(memory_, inner_ + 2 * page_); }
-  float* data() { return data_; }
-  float* fill(const Block& block) {
-    if (bytes_ != 0) std::memcpy(data_, block.numbers.data(), bytes_);
-    return data_;
-  }
-
- private:
-  std::size_t bytes_, page_, inner_ = 0;
-  std::byte* memory_ = nullptr;
-  float* data_ = nullptr;
-};
-
 TEST(LayoutCases, L18_NothingBeyondTheBuffersIsTouched) {
   for (const std::size_t dim : {32U, 48U, 80U, 96U, 112U, 144U})
     for (const bool at_the_end : {true, false})
       for (const std::size_t tokens : {0U, 1U, 17U, 33U}) {
         const Block keys = gaussian_block(1, tokens, 1, dim), values = gaussian_block(2, tokens, 1, dim),
                     queries = gaussian_block(3, tokens, 3, dim);
-        Fenced k(keys.numbers.size(), at_the_end), v(values.numbers.size(), at_the_end),
+        Fenced<float> k(keys.numbers.size(), at_the_end), v(values.numbers.size(), at_the_end),
             q(queries.numbers.size(), at_the_end), out(queries.numbers.size(), at_the_end), lse(tokens * 3, at_the_end),
             logits(tokens * 3 * tokens, at_the_end);
         CacheConfig config = coded_config(1, dim);
@@ -531,9 +505,9 @@ TEST(LayoutCases, L18_NothingBeyondTheBuffersIsTouched) {
         KVCache<TQ4> cache(config);
         BatchItem item;
         item.sequence = new_sequence(cache);
-        item.keys = turboquant::ConstRows(k.fill(keys), tokens, 1, dim);
-        item.values = turboquant::ConstRows(v.fill(values), tokens, 1, dim);
-        item.queries = turboquant::ConstRows(q.fill(queries), tokens, 3, dim);
+        item.keys = turboquant::ConstRows(k.fill(keys.numbers), tokens, 1, dim);
+        item.values = turboquant::ConstRows(v.fill(values.numbers), tokens, 1, dim);
+        item.queries = turboquant::ConstRows(q.fill(queries.numbers), tokens, 3, dim);
         item.out = turboquant::Rows(out.data(), tokens, 3, dim);
         item.lse = lse.data();
         ASSERT_OK(turboquant::attend(cache, 0, std::span<const BatchItem>(&item, 1)));
