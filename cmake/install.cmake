@@ -12,6 +12,5 @@ configure_package_config_file(cmake/turboquant-config.cmake.in ${PROJECT_BINARY_
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/turboquant-config-version.cmake
                                  COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
 install(FILES ${PROJECT_BINARY_DIR}/turboquant-config.cmake ${PROJECT_BINARY_DIR}/turboquant-config-version.cmake
-              cmake/turboquant-xsimd.cmake
         DESTINATION ${package_dir})
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

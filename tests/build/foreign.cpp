@@ -26,7 +26,6 @@
 #undef __ARM_NEON
 #undef __ARM_ARCH
 #undef __ARM_FEATURE_DOTPROD
-#include <xsimd/xsimd.hpp>
 #if defined(PRETEND_MICROSOFT)
 #undef __GNUC__
 #undef __clang__

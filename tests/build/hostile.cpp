@@ -5,7 +5,6 @@
 #if __has_include(<bits/stdc++.h>)
 #include <bits/stdc++.h>
 #endif
-#include <xsimd/xsimd.hpp>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif

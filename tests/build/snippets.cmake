@@ -1,14 +1,12 @@
-# cmake -D ROOT=<repository> -D CXX=<compiler> -D INCLUDES=<folders> -D OUT=<folder> -P snippets.cmake: every block of C++ in
+# cmake -D ROOT=<repository> -D CXX=<compiler> -D OUT=<folder> -P snippets.cmake: every block of C++ in
 # README.md, CONTRIBUTING.md and docs/ compiles, in the file and line where it stands. A block is the body of a function
 # behind snippets.hpp; its #include lines are hoisted. One with a main() is a unit, one that begins with `template`,
 # `extern template` or `namespace` stands outside of functions.
 cmake_minimum_required(VERSION 3.25)
 
 function(compile unit)
-  set(folders ${INCLUDES})
-  list(TRANSFORM folders PREPEND -I)
   execute_process(COMMAND ${CXX} -std=c++20 -fsyntax-only -Wall -Wextra -Werror -Wno-unused -I ${ROOT}/include
-                          -I ${CMAKE_CURRENT_LIST_DIR} ${folders} ${unit} RESULT_VARIABLE result)
+                          -I ${CMAKE_CURRENT_LIST_DIR} ${unit} RESULT_VARIABLE result)
   if(result)
     message(SEND_ERROR "${unit} does not compile")
   endif()

@@ -5,13 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <new>
 #include <span>
 #include <utility>
 
 #include <turboquant/attention/rows.hpp>
 #include <turboquant/attention/slots.hpp>
+#include <turboquant/core/owned.hpp>
 
 namespace turboquant {
 namespace detail {
@@ -65,10 +65,10 @@ struct PlanState {
   float scale = 1;
   Array<PlannedItem> items;
   Array<PlannedBlock> blocks;
-  Array<Block*> pages;                    // of all items: those coded ahead before, then new ones
-  Array<PageView> page_views;             // of items whose pages the caller owns
-  std::unique_ptr<LayerState[]> outside;  // states of those items: nothing but pages
-  bool armed = false;                     // sequences are marked, appends are pending
+  Array<Block*> pages;          // of all items: those coded ahead before, then new ones
+  Array<PageView> page_views;   // of items whose pages the caller owns
+  Owned<LayerState[]> outside;  // states of those items: nothing but pages
+  bool armed = false;           // sequences are marked, appends are pending
   std::size_t encode_tasks = 0, ahead_tasks = 0, store_tasks = 0, attend_tasks = 0, merge_tasks = 0, commit_tasks = 0;
   std::size_t split_entries = 1, rows_per_block = 1, tree_levels = 1, slot_bytes = 0, slot_count = 0,
               workspace_bytes = 0;
@@ -124,7 +124,7 @@ class AttentionPlan {
   AttentionPlan() noexcept = default;
 
   /// Bytes that `run` needs, aligned to 64; contents do not matter and need not survive the plan.
-  std::size_t workspace_bytes() const noexcept { return state_ != nullptr ? state_->workspace_bytes : 0; }
+  std::size_t workspace_bytes() const noexcept { return state_ ? state_->workspace_bytes : 0; }
 
   /// Phases to run in this order, all tasks of one before any of the next; 0: nothing to do.
   std::size_t phases() const noexcept {
@@ -171,7 +171,7 @@ class AttentionPlan {
   static constexpr Phase kPhases[] = {Phase::encode, Phase::attend, Phase::merge, Phase::commit};
 
   std::size_t size(Phase phase) const noexcept {
-    if (state_ == nullptr) return 0;
+    if (!state_) return 0;
     switch (phase) {
       case Phase::encode:
         return state_->encode_tasks;
@@ -450,7 +450,7 @@ class AttentionPlan {
     for (std::size_t i = 0; i < count; ++i) (void)tiles.push_back(fresh[i].block);
   }
 
-  std::unique_ptr<State> state_;
+  Owned<State> state_;
 };
 
 }  // namespace turboquant

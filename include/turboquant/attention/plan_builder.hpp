@@ -19,7 +19,7 @@ struct PlanAccess {
   static Status plan(detail::CacheCore& core, std::size_t layer_index, std::span<const BatchItem> batch,
                      const AttentionParams& params, AttentionPlan& plan) noexcept {
     if (layer_index >= core.layer_count()) {
-      if (plan.state_ != nullptr) plan.state_->drop();
+      if (plan.state_) plan.state_->drop();
       return {Status::bad_layer, "layer", Core::as_signed(core.layer_count()), Core::as_signed(layer_index)};
     }
     Status status = begin(plan, core.layer(layer_index), core.rule(), params, batch.size());
@@ -39,7 +39,7 @@ struct PlanAccess {
     if (status.code != Status::ok) return status;
     State& state = *plan.state_;
     state.outside.reset(new (std::nothrow) detail::LayerState[batch.size()]);
-    if (state.outside == nullptr) status = {Status::out_of_memory, "plan"};
+    if (!state.outside) status = {Status::out_of_memory, "plan"};
     for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i) status = add_pages(state, batch[i], i);
     return finish(state, status);
   }
@@ -67,8 +67,8 @@ struct PlanAccess {
 
   static Status begin(AttentionPlan& plan, const detail::Layer& layer, const CodingRule& rule,
                       const AttentionParams& params, std::size_t items) noexcept {
-    if (plan.state_ == nullptr) plan.state_.reset(new (std::nothrow) State);
-    if (plan.state_ == nullptr) return {Status::out_of_memory, "plan"};
+    if (!plan.state_) plan.state_.reset(new (std::nothrow) State);
+    if (!plan.state_) return {Status::out_of_memory, "plan"};
     State& state = *plan.state_;
     state.drop();
     state.core = nullptr;

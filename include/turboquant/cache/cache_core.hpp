@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <new>
 #include <span>
 
@@ -12,6 +11,7 @@
 #include <turboquant/cache/layer.hpp>
 #include <turboquant/cache/sequence.hpp>
 #include <turboquant/cache/sequence_edits.hpp>
+#include <turboquant/core/owned.hpp>
 #include <turboquant/core/rows.hpp>
 #include <turboquant/core/status.hpp>
 
@@ -155,8 +155,8 @@ class CacheCore : public SequenceEdits {
   Status reserve(SequenceId id, std::size_t tokens) noexcept {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
-    std::unique_ptr<std::size_t[]> needed(new (std::nothrow) std::size_t[pool_.class_count()]());
-    if (needed == nullptr) return {Status::out_of_memory, "reserve"};
+    Owned<std::size_t[]> needed(new (std::nothrow) std::size_t[pool_.class_count()]());
+    if (!needed) return {Status::out_of_memory, "reserve"};
     constexpr std::size_t kMost = std::size_t{1} << 48;
     if (tokens > kMost) return {Status::out_of_memory, "reserve", as_signed(kMost), -1};
     if (tokens == 0) return {};

@@ -5,13 +5,13 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <new>
 
 #include <turboquant/cache/coding_rule.hpp>
 #include <turboquant/cache/page_pool.hpp>
 #include <turboquant/core/array.hpp>
+#include <turboquant/core/owned.hpp>
 
 namespace turboquant {
 
@@ -60,8 +60,8 @@ struct LayerState {
 };
 
 struct Sequence {
-  std::unique_ptr<LayerState[]> layers;
-  std::unique_ptr<Array<Block*>[]> reserved;  // per size class: blocks set aside by reserve()
+  Owned<LayerState[]> layers;
+  Owned<Array<Block*>[]> reserved;            // per size class: blocks set aside by reserve()
   std::atomic<const void*> pending{nullptr};  // the plan that appends to this sequence
   std::size_t pending_item = 0;               // its item there
   std::atomic<std::uint32_t> readers{0};      // plans that read this sequence and have not ended

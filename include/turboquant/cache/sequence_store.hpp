@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <new>
 #include <span>
 #include <utility>
@@ -15,6 +14,7 @@
 #include <turboquant/cache/layer.hpp>
 #include <turboquant/cache/page_pool.hpp>
 #include <turboquant/cache/sequence.hpp>
+#include <turboquant/core/owned.hpp>
 #include <turboquant/core/refuse.hpp>
 #include <turboquant/core/status.hpp>
 
@@ -140,18 +140,18 @@ class SequenceStore {
   RotationView rotation(std::size_t dim) {
     auto found = std::find_if(rotations_.begin(), rotations_.end(), [dim](const auto& r) { return r->dim() == dim; });
     if (found == rotations_.end()) {
-      rotations_.push_back(std::make_unique<Rotation>(config_.seed, dim));
+      rotations_.push_back(Owned<Rotation>(new Rotation(config_.seed, dim)));
       found = rotations_.end() - 1;
     }
     return view_of(**found);
   }
 
   Sequence* make_sequence() noexcept {
-    std::unique_ptr<Sequence> sequence(new (std::nothrow) Sequence);
-    if (sequence == nullptr) return nullptr;
+    Owned<Sequence> sequence(new (std::nothrow) Sequence);
+    if (!sequence) return nullptr;
     sequence->layers.reset(new (std::nothrow) LayerState[layers_.size()]);
     sequence->reserved.reset(new (std::nothrow) Array<Block*>[pool_.class_count()]);
-    if (sequence->layers == nullptr || sequence->reserved == nullptr) return nullptr;
+    if (!sequence->layers || !sequence->reserved) return nullptr;
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
       state.first = state.base = state.tail_begin = state.held_begin = config_.first_tokens;
@@ -301,7 +301,7 @@ class SequenceStore {
   PagePool pool_;
   SequenceTable table_;
   std::vector<Layer> layers_;
-  std::vector<std::unique_ptr<Rotation>> rotations_;
+  std::vector<Owned<Rotation>> rotations_;
   std::atomic<std::size_t> table_bytes_{0};
 };
 

@@ -687,7 +687,7 @@ struct NeonKernels : PortableKernels<V> {
   }
 };
 
-using Neon = NeonKernels<FloatVector>;
+using Neon = NeonKernels<UnitTarget>;
 
 }  // namespace turboquant::kernels
 

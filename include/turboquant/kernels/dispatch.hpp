@@ -16,7 +16,7 @@ namespace turboquant {
 
 /// A set of kernels. All write the same bytes; attention outputs agree to 2e-4 of their norm.
 enum class Isa : std::uint8_t {
-  portable,  ///< xsimd with the flags of the build; any CPU
+  portable,  ///< standard C++ with the flags of the build; any CPU
   avx2,      ///< x86-64 with AVX2
   avx512,    ///< x86-64 with AVX-512 F, BW, VL, DQ, VNNI and VBMI
   neon       ///< 64-bit Arm with dot products

@@ -8,37 +8,19 @@
 #include <cstdint>
 #include <cstring>
 
-#include <xsimd/xsimd.hpp>
-
 #include <turboquant/core/dtype.hpp>
 #include <turboquant/kernels/operands.hpp>
 #include <turboquant/kernels/portable_encode.hpp>
 #include <turboquant/kernels/portable_trellis.hpp>
+#include <turboquant/kernels/unit_target.hpp>
 #include <turboquant/layout/fragment.hpp>
 
 namespace turboquant::kernels {
 
-#if defined(XSIMD_NO_SUPPORTED_ARCHITECTURE)
-// Where xsimd knows no architecture: a vector of one lane with the few operations used below.
-struct FloatVector {
-  static constexpr std::size_t size = 1;
-  float lane;
-  FloatVector(float x) : lane(x) {}
-  static FloatVector load_unaligned(const float* from) { return *from; }
-  void store_unaligned(float* to) const { *to = lane; }
-  friend FloatVector operator+(FloatVector a, FloatVector b) { return a.lane + b.lane; }
-  friend FloatVector operator-(FloatVector a, FloatVector b) { return a.lane - b.lane; }
-  friend FloatVector operator*(FloatVector a, FloatVector b) { return a.lane * b.lane; }
-};
-#else
-using FloatVector = xsimd::batch<float>;
-#endif
-
-/// The kernels. `V` is the vector of the translation unit's own target, so that units compiled with different flags do
-/// not share a symbol. All functions are static, allocate nothing and never throw. Pointers need the alignment of their
-/// type only. Bytes written by `center_rows`, `encode_*` and `pack` are the same for every V, compiler and optimisation
-/// level: element-wise IEEE operations in a fixed order, sums in double or in integers, and no float product that meets
-/// an addition unless it is exact.
+/// The kernels. `V` is the translation unit's own target; see unit_target.hpp. All functions are static, allocate
+/// nothing and never throw. Pointers need the alignment of their type only. Bytes written by `center_rows`, `encode_*`
+/// and `pack` are the same for every V, compiler and optimisation level: element-wise IEEE operations in a fixed order,
+/// sums in double or in integers, and no float product that meets an addition unless it is exact.
 template <class V>
 struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>> {
   static constexpr const char* name = "portable";
@@ -311,10 +293,7 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
         const float probability = p[r * p_stride + t];
         if (!(probability > 0)) continue;
         float* to = out + r * out_stride;
-        const V weight(probability);
-        for (std::size_t i = 0; i < dim; i += V::size) {
-          (V::load_unaligned(to + i) + weight * V::load_unaligned(value + i)).store_unaligned(to + i);
-        }
+        for (std::size_t i = 0; i < dim; ++i) to[i] += probability * value[i];
       }
     }
   }
@@ -414,21 +393,25 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
       for (std::size_t block = 0; block < n; block += 2 * h) {
         float* low = x + block;
         float* high = low + h;
-        if (h >= V::size) {
-          for (std::size_t i = 0; i < h; i += V::size) {
-            const V a = V::load_unaligned(low + i), b = V::load_unaligned(high + i);
-            (a + b).store_unaligned(low + i);
-            (a - b).store_unaligned(high + i);
-          }
+        if (h >= 16) {
+          for (std::size_t i = 0; i < h; i += 16) butterfly<16>(low + i, high + i);
+        } else if (h >= 4) {
+          for (std::size_t i = 0; i < h; i += 4) butterfly<4>(low + i, high + i);
         } else {
-          for (std::size_t i = 0; i < h; ++i) {
-            const float a = low[i], b = high[i];
-            low[i] = a + b;
-            high[i] = a - b;
-          }
+          for (std::size_t i = 0; i < h; ++i) butterfly<1>(low + i, high + i);
         }
       }
     }
+  }
+
+  // low, high = low + high, low - high, element by element: N pairs, so that compilers make vectors of them.
+  template <std::size_t N>
+  static void butterfly(float* low, float* high) {
+    float a[N], b[N];
+    std::memcpy(a, low, sizeof(a));
+    std::memcpy(b, high, sizeof(b));
+    for (std::size_t i = 0; i < N; ++i) low[i] = a[i] + b[i];
+    for (std::size_t i = 0; i < N; ++i) high[i] = a[i] - b[i];
   }
 
   template <class Codes>
@@ -496,23 +479,14 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
 
   // dim is a multiple of 16. 16 partial sums, then a tree.
   static float dot(const float* a, const float* b, std::size_t dim) {
-    constexpr std::size_t kWidth = V::size < 16 ? V::size : 16;
-    if constexpr (V::size <= 16) {
-      float lanes[16];
-      for (std::size_t first = 0; first < 16; first += kWidth) {
-        V acc(0.0f);
-        for (std::size_t i = first; i < dim; i += 16) acc = acc + V::load_unaligned(a + i) * V::load_unaligned(b + i);
-        acc.store_unaligned(lanes + first);
-      }
-      return tree_sum(lanes);
-    } else {
-      float lanes[16] = {};
-      for (std::size_t i = 0; i < dim; ++i) lanes[i % 16] += a[i] * b[i];
-      return tree_sum(lanes);
+    float lanes[16] = {};
+    for (std::size_t i = 0; i < dim; i += 16) {
+      for (std::size_t lane = 0; lane < 16; ++lane) lanes[lane] += a[i + lane] * b[i + lane];
     }
+    return tree_sum(lanes);
   }
 };
 
-using Portable = PortableKernels<FloatVector>;
+using Portable = PortableKernels<UnitTarget>;
 
 }  // namespace turboquant::kernels

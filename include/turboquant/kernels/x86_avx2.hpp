@@ -687,7 +687,7 @@ struct Avx2Kernels : Avx2Encoders<V> {
   }
 };
 
-using Avx2 = Avx2Kernels<FloatVector>;
+using Avx2 = Avx2Kernels<UnitTarget>;
 
 }  // namespace turboquant::kernels
 

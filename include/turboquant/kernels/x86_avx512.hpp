@@ -606,7 +606,7 @@ struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
   }
 };
 
-using Avx512 = Avx512Kernels<FloatVector>;
+using Avx512 = Avx512Kernels<UnitTarget>;
 
 }  // namespace turboquant::kernels
 
