@@ -2,7 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
+#include <string_view>
+#include <thread>
 #include <vector>
 
 #include "attention/thread_pool.hpp"
@@ -235,6 +238,143 @@ TEST(Plan, RefusesWhatAttendRefuses) {
   EXPECT_STREQ(turboquant::plan(cache, 0, bad, {}, plan).field, "key_begin");
   ASSERT_OK(turboquant::plan(cache, 0, items, {}, plan));
   EXPECT_TRUE(run_plan(plan, 1));
+}
+
+// A thread that lags behind, or an engine that takes no notice of a refusal, calls a plan that has ended.
+TEST(Plan, DoesNothingOnceItHasEnded) {
+  KVCache<turboquant::TQ4> cache(two_layers());
+  Step step(cache);
+  AttentionPlan plan;
+  ASSERT_OK(turboquant::plan(cache, 0, step.items(0, 45), {}, plan));
+  EXPECT_TRUE(run_plan(plan, 1));
+  const auto outcomes = step.outcomes();
+  const turboquant::MemoryUse use = cache.memory();
+  EXPECT_TRUE(run_plan(plan, 1));
+  for (std::size_t s = 0; s < Step::kSequences; ++s) EXPECT_TRUE(same_bits(step.outcomes()[s], outcomes[s]));
+  EXPECT_EQ(cache.memory().page_bytes, use.page_bytes);
+  EXPECT_EQ(cache.memory().tail_bytes, use.tail_bytes);
+  Block keys, values;
+  EXPECT_OK(read_rows(cache, step.id(0), 0, 2300, 2345, keys, values));
+  EXPECT_STATUS(bad_shape, read_rows(cache, step.id(0), 0, 2300, 2346, keys, values));
+}
+
+TEST(Plan, IsDroppedByHand) {
+  KVCache<turboquant::TQ4> cache(two_layers());
+  Step step(cache);
+  AttentionPlan plan;
+  plan.drop();  // nothing yet
+  const turboquant::MemoryUse before = cache.memory();
+  ASSERT_OK(turboquant::plan(cache, 0, step.items(0, 45), {}, plan));
+  EXPECT_STATUS(bad_shape, cache.truncate(step.id(0), 2300));
+  plan.drop();
+  EXPECT_EQ(plan.phases(), 0U);
+  EXPECT_EQ(cache.memory().tail_bytes, before.tail_bytes);
+  EXPECT_OK(cache.truncate(step.id(0), 2300));
+}
+
+TEST(Plan, NamesTheItemThatItRefuses) {
+  KVCache<turboquant::TQ4> cache(two_layers());
+  Step step(cache);
+  const auto items = step.items(0, 3);
+  const auto refused = [&](std::size_t index, auto&& spoil, Status::Code code, std::string_view field) {
+    std::array<BatchItem, 3> bad{items[0], items[1], items[2]};
+    spoil(bad[index]);
+    AttentionPlan plan;
+    const Status status = turboquant::plan(cache, 0, bad, {}, plan);
+    EXPECT_EQ(status.code, code) << field;
+    EXPECT_EQ(status.field, field);
+    EXPECT_EQ(status.item, static_cast<std::int64_t>(index)) << field;
+  };
+  Block keys = gaussian_block(1, 3, 2, 64), queries = gaussian_block(1, 3, 4, 64);
+  keys.row(1, 1)[5] = queries.row(2, 3)[63] = kNaN;
+  const auto unknown = static_cast<turboquant::DType>(9);
+  refused(
+      1, [&](BatchItem& item) { item.keys = keys.rows(); }, Status::non_finite_input, "keys");
+  refused(
+      2, [&](BatchItem& item) { item.queries = queries.rows(); }, Status::non_finite_input, "queries");
+  refused(
+      0, [&](BatchItem& item) { item.keys.type = unknown; }, Status::bad_shape, "keys.type");
+  refused(
+      0, [&](BatchItem& item) { item.out.type = unknown; }, Status::bad_shape, "out.type");
+  refused(
+      2, [&](BatchItem& item) { item.values.data = nullptr; }, Status::bad_shape, "values.data");
+  refused(
+      1, [&](BatchItem& item) { item.key_begin = 3, item.key_end = 2; }, Status::bad_shape, "key_begin");
+  refused(
+      1, [&](BatchItem& item) { item.sequence = {}; }, Status::unknown_sequence, "sequence");
+  AttentionPlan plan;
+  EXPECT_EQ(turboquant::plan(cache, 5, items, {}, plan).item, -1);
+}
+
+// A query that may see nothing, as its range begins behind it, says nothing of those after it.
+TEST(Plan, RefusesAnyQueryBehindTheWindow) {
+  CacheConfig config = two_layers();
+  config.layers = {LayerShape{.kv_heads = 1, .head_dim = 64, .window = 64}};
+  KVCache<turboquant::TQ4> cache(config);
+  const SequenceId id = new_sequence(cache);
+  const Block keys = gaussian_block(1, 600, 1, 64), values = gaussian_block(2, 600, 1, 64);
+  ASSERT_OK(append_only(cache, 0, id, keys, values));
+  const Block queries = gaussian_block(3, 10, 1, 64);
+  for (const std::size_t key_begin : {0U, 5U, 9U, 10U, 500U}) {
+    Block out(10, 1, 64, kNaN);
+    BatchItem item;
+    item.sequence = id;
+    item.queries = queries.rows();
+    item.out = out.rows();
+    item.position = 0;
+    item.key_begin = key_begin;
+    const Status status = turboquant::attend(cache, 0, {&item, 1});
+    EXPECT_EQ(status.code, key_begin < 10 ? Status::behind_window : Status::ok) << key_begin;
+    EXPECT_EQ(status.found, key_begin < 10 ? static_cast<std::int64_t>(key_begin) : 0);
+  }
+}
+
+// Codes are read by position, so branches that have been coded cannot be told apart.
+TEST(Plan, RefusesATreeThatWasSealed) {
+  KVCache<turboquant::TQ8> cache(two_layers());
+  const SequenceId id = new_sequence(cache);
+  for (std::size_t layer = 0; layer < 2; ++layer) {
+    const LayerShape& shape = cache.config().layers[layer];
+    const Block rows = gaussian_block(1 + layer, 104, shape.kv_heads, shape.head_dim);
+    ASSERT_OK(append_only(cache, layer, id, rows, rows));
+  }
+  const std::array<std::uint64_t, 4> tree{1, 3, 5, 13};
+  const Block queries = gaussian_block(3, 4, 2, 64);
+  Block out(4, 2, 64, kNaN);
+  BatchItem item;
+  item.sequence = id;
+  item.queries = queries.rows();
+  item.out = out.rows();
+  item.tree = tree.data();
+  ASSERT_OK(turboquant::attend(cache, 0, {&item, 1}));
+  ASSERT_OK(cache.seal(id));
+  const Status status = turboquant::attend(cache, 0, {&item, 1});
+  EXPECT_STATUS(bad_shape, status);
+  EXPECT_STREQ(status.field, "tree");
+}
+
+TEST(Slots, MoreThreadsThanSlotsWait) {
+  turboquant::detail::Slots slots;
+  slots.reset(2);
+  std::atomic<int> held{0}, most{0}, done{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 16; ++t) {
+    threads.emplace_back([&] {
+      for (int round = 0; round < 200; ++round) {
+        const std::size_t slot = slots.claim();
+        const int now = ++held;
+        for (int seen = most; seen < now && !most.compare_exchange_weak(seen, now);) {
+        }
+        if (round % 16 == 0) std::this_thread::yield();
+        --held;
+        slots.release(slot);
+        ++done;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(done, 16 * 200);
+  EXPECT_LE(most, 2);
 }
 
 TEST(Plan, OfNothing) {

@@ -68,8 +68,10 @@ TEST(MemoryCount, R05_BytesAreThoseThatAreHeld) {
       const MemoryUse use = cache.memory();
       const std::size_t live = use.page_bytes + use.tail_bytes;
       EXPECT_LE(live, slab_bytes);
-      // Of pages and of tiles: one slab that is not full, one to spare, and less than one block at each slab's end.
-      EXPECT_LE(slab_bytes, live + 2 * 2 * kSlab + slab_bytes / 50) << n;
+      EXPECT_EQ(slab_bytes, use.slab_bytes);
+      // Of pages and of tiles: one slab that is not full and one to spare. Slabs are less than a block larger than
+      // kSlab.
+      EXPECT_LE(slab_bytes, live + 2 * 2 * kSlab * 3 / 2) << n;
       // Besides the tables, the pool keeps a note of every block, none smaller than 32 KiB, and two arrays of each
       // sequence have their length in front.
       const std::size_t notes = slabs * (sizeof(turboquant::detail::Slab) + 64 * sizeof(turboquant::detail::Block)) +
@@ -87,9 +89,49 @@ TEST(MemoryCount, R05_BytesAreThoseThatAreHeld) {
     }
     for (const SequenceId id : ids) cache.release(id);
     EXPECT_EQ(cache.memory().page_bytes + cache.memory().tail_bytes, 0U);
-    EXPECT_LE(slab_bytes, 2 * kSlab);
+    EXPECT_LE(slab_bytes, 2 * kSlab * 3 / 2);
+    EXPECT_EQ(slab_bytes, cache.memory().slab_bytes);
   }
   EXPECT_EQ(slab_bytes, 0U);
+}
+
+// A page of 1.1 MiB leaves no room in a slab that none of its kind could use.
+TEST(MemoryCount, SlabsAreMadeToMeasure) {
+  CacheConfig config;
+  config.layers[0].kv_heads = 128;
+  config.recent_tokens = 0;
+  config.rollback_tokens = 0;
+  KVCache<turboquant::TQ4> cache(config);
+  SequenceId id;
+  ASSERT_OK(cache.create_sequence(id));
+  const Block rows = gaussian_block(1, 64, 128, 128);
+  for (int page = 0; page < 8; ++page) ASSERT_OK(append_only(cache, 0, id, rows, rows));
+  const MemoryUse use = cache.memory();
+  EXPECT_GT(use.page_bytes / 8, kSlab / 2);  // two of them are more than kSlab
+  EXPECT_LE(use.slab_bytes, use.page_bytes + use.tail_bytes + 2 * kSlab * 2);
+}
+
+// What tables grow to is counted by the call that grows them.
+TEST(MemoryCount, TruncateAndKeepCountTheirTables) {
+  CacheConfig config;
+  config.page_tokens = 16;
+  config.recent_tokens = 16;
+  config.rollback_tokens = 300;
+  KVCache<turboquant::TQ4> cache(config);
+  SequenceId id;
+  ASSERT_OK(cache.create_sequence(id));
+  const Block rows = gaussian_block(1, 700, 1, 128);
+  const std::size_t small_before = small_bytes, told_before = cache.memory().table_bytes;
+  ASSERT_OK(append_only(cache, 0, id, rows, rows));
+  const auto uncounted = [&] {  // the pool's notes of slabs and blocks, which no call below changes
+    return (small_bytes - small_before) - (cache.memory().table_bytes - told_before);
+  };
+  const std::size_t notes = uncounted();
+  ASSERT_OK(cache.truncate(id, 450));
+  EXPECT_EQ(uncounted(), notes);
+  const std::uint32_t kept[] = {1, 2};
+  ASSERT_OK(cache.keep(id, 440, kept));
+  EXPECT_EQ(uncounted(), notes);
 }
 
 }  // namespace

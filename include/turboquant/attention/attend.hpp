@@ -12,7 +12,9 @@ namespace turboquant {
 
 /// Prepares one layer of a step for a whole batch: validates everything (shapes, finite keys, values and queries),
 /// reserves all memory, changes no length. Until the plan has run or is dropped its appending sequences accept no other
-/// non-const call. Errors: unknown_sequence, bad_layer, bad_shape, non_finite_input, behind_window, out_of_memory.
+/// non-const call. Errors: unknown_sequence, bad_layer, bad_shape, non_finite_input, behind_window, out_of_memory;
+/// Status::item is the item. Of "queries.heads" any multiple of `expected` will do; of "tree", `expected` may be the
+/// query whose word `found` is wrong.
 template <class... F>
 Status plan(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> batch, const AttentionParams& params,
             AttentionPlan& plan) {
@@ -99,12 +101,11 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
   }
   const Layer& layer = core.layer(layer_index);
   if (queries.tokens == 0) return {};
-  if (queries.data == nullptr || size_of(queries.type) == 0) return {Status::bad_shape, "queries.data"};
   if (queries.heads == 0 || queries.heads % layer.shape.kv_heads != 0) {
     return CacheCore::bad_shape("queries.heads", layer.shape.kv_heads, queries.heads);
   }
-  if (queries.dim != layer.shape.head_dim)
-    return CacheCore::bad_shape("queries.dim", layer.shape.head_dim, queries.dim);
+  const Status rows = check_rows(queries, kQueryFields, queries.heads, layer.shape.head_dim);
+  if (rows.code != Status::ok) return rows;
   const LayerState& state = sequence->layers[layer_index];
   if (state.length == 0) return {};
   if (out == nullptr) return {Status::bad_shape, "out"};

@@ -22,7 +22,7 @@ struct AttentionParams {
       sink_logits{};  ///< one per query head, or none: a logit after scaling that takes part in the sum only
 };
 
-/// One sequence's part of a step.
+/// One sequence's part of a step. `out` and `lse` overlap no other rows of the batch.
 struct BatchItem {
   SequenceId sequence{};  ///< whose tokens
   ConstRows keys{};       ///< new tokens [tokens][kv_heads][head_dim], after rotary embedding; none: attend only
@@ -31,11 +31,11 @@ struct BatchItem {
   Rows out{};             ///< [tokens][heads][value_dim]
   float* lse =
       nullptr;  ///< [tokens][heads] log-sum-exp; with it the result is a partial and sinks are left to the merge
-  std::size_t position = npos;  ///< of query 0; npos: length after the append - queries.tokens
-  const std::uint64_t* tree =
-      nullptr;                 ///< [tokens]: the last queries.tokens tokens are a tree of drafts, parents before
-                               ///< children; bit j of word i: query i sees token j of it (itself and all its
-                               ///< ancestors). Query i stands behind its ancestors: position is ignored
+  std::size_t position = npos;          ///< of query 0; npos: length after the append - queries.tokens
+  const std::uint64_t* tree = nullptr;  ///< [tokens]: the last queries.tokens tokens are a tree of drafts, parents
+                                        ///< before children; bit j of word i: query i sees token j of it (itself and
+                                        ///< all its ancestors). Query i stands behind its ancestors: position is
+                                        ///< ignored. All of it must be raw still: at most recent_tokens, and not sealed
   std::size_t key_begin = 0;   ///< attend to the positions [key_begin, key_end) only: split contexts, shifted spans
   std::size_t key_end = npos;  ///< npos: all behind key_begin
 };

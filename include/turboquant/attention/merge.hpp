@@ -25,8 +25,8 @@ inline float weight_of(float lse, float largest) { return is_nothing(lse) ? 0.0f
 /// results:
 ///   out = (e^lse out + e^other_lse other_out) / (e^lse + e^other_lse),   lse = log(e^lse + e^other_lse)
 /// out, other_out: [tokens][heads][dim], same shape; lse, other_lse: [tokens][heads]. Exact up to rounding, associative
-/// up to rounding. A part over no keys (lse -infinity) changes nothing, bit for bit. `out` and `other_out` may not
-/// overlap.
+/// up to rounding. A part over no keys (lse -infinity) changes nothing, bit for bit. Requires equal
+/// shapes and no null pointer; `out` and `other_out` may not overlap.
 inline void merge_partials(Rows out, float* lse, ConstRows other_out, const float* other_lse) {
   for (std::size_t t = 0; t < out.tokens; ++t) {
     for (std::size_t h = 0; h < out.heads; ++h) {
@@ -62,7 +62,7 @@ inline void merge_partials(Rows out, float* lse, ConstRows other_out, const floa
 }
 
 /// Lets the sinks take part: out *= e^lse / (e^lse + e^sink), lse = log(e^lse + e^sink). sink_logits: one per head, or
-/// empty: nothing to do. Over no keys the output stays zero and lse becomes the sink.
+/// empty: nothing to do. Over no keys the output stays zero and lse becomes the sink. Requires as many sinks as heads.
 inline void finish_partials(Rows out, float* lse, std::span<const float> sink_logits) {
   if (sink_logits.empty()) return;
   for (std::size_t t = 0; t < out.tokens; ++t) {

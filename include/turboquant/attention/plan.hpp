@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -68,7 +69,8 @@ struct PlanState {
   Array<Block*> pages;          // of all items: those coded ahead before, then new ones
   Array<PageView> page_views;   // of items whose pages the caller owns
   Owned<LayerState[]> outside;  // states of those items: nothing but pages
-  bool armed = false;           // sequences are marked, appends are pending
+  // Sequences are marked, appends are pending.
+  std::atomic<bool> armed{false};
   std::size_t encode_tasks = 0, ahead_tasks = 0, store_tasks = 0, attend_tasks = 0, merge_tasks = 0, commit_tasks = 0;
   std::size_t split_entries = 1, rows_per_block = 1, tree_levels = 1, slot_bytes = 0, slot_count = 0,
               workspace_bytes = 0;
@@ -117,7 +119,8 @@ struct PlanState {
 
 /// One layer of a step as tasks, for engines with their own thread pool: run every task of a phase, in any order on any
 /// threads, then a barrier, then the next phase. Results do not depend on threads or order. `plan` fills it; the last
-/// phase commits the appends and ends the plan. Dropped or planned anew before that, it changes nothing. Must not
+/// phase commits the appends and ends the plan: from then on `run` does nothing. At most 64 tasks run at once; threads
+/// beyond that sleep until one ends. Dropped or planned anew before its end, it changes nothing. Must not
 /// outlive its cache; the buffers of the items must live until it has run. May be reused: it keeps its memory.
 class AttentionPlan {
  public:
@@ -126,7 +129,8 @@ class AttentionPlan {
   /// Bytes that `run` needs, aligned to 64; contents do not matter and need not survive the plan.
   std::size_t workspace_bytes() const noexcept { return state_ ? state_->workspace_bytes : 0; }
 
-  /// Phases to run in this order, all tasks of one before any of the next; 0: nothing to do.
+  /// Phases to run in this order, all tasks of one before any of the next; 0: nothing to do. A plan that has ended
+  /// keeps its numbers.
   std::size_t phases() const noexcept {
     std::size_t count = 0;
     for (const Phase phase : kPhases) count += size(phase) > 0 ? 1u : 0u;
@@ -143,7 +147,7 @@ class AttentionPlan {
   /// tasks.
   void run(std::size_t phase, std::size_t task, std::byte* workspace) const noexcept {
     Phase which{};
-    if (!find(phase, which) || task >= size(which)) return;
+    if (!find(phase, which) || task >= size(which) || has_ended()) return;
     switch (which) {
       case Phase::encode:
         run_encode(task, workspace);
@@ -158,6 +162,11 @@ class AttentionPlan {
         commit();
         break;
     }
+  }
+
+  /// Gives up what `plan` set aside, as if it had never been called, and keeps the memory. No task may be running.
+  void drop() noexcept {
+    if (state_) state_->drop();
   }
 
  private:
@@ -184,6 +193,9 @@ class AttentionPlan {
     }
     return 0;
   }
+
+  // Plans over pages hold nothing and may run again.
+  bool has_ended() const noexcept { return state_->commit_tasks != 0 && !state_->armed; }
 
   bool find(std::size_t index, Phase& phase) const noexcept {
     for (const Phase candidate : kPhases) {
@@ -345,7 +357,7 @@ class AttentionPlan {
       tree.push(job.operations(), leaf, planned.first_part + part, rows, dim);
     }
     const detail::Partial total = tree.finish(job.operations(), partial(planned, head, 0, workspace), rows, dim);
-    float row[1024];
+    float row[kMaxDim];
     job.finish(total, partial(planned, head, planned.parts, workspace), rows, head, 0, row);
   }
 

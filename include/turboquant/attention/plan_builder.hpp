@@ -26,8 +26,9 @@ struct PlanAccess {
     if (status.code != Status::ok) return status;
     State& state = *plan.state_;
     state.core = &core;
-    for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i)
-      status = add(state, layer_index, batch[i], i);
+    for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i) {
+      status = of_item(i, add(state, layer_index, batch[i], i));
+    }
     if (status == Status::ok) status = mark_readers(state);
     return finish(state, status);
   }
@@ -40,7 +41,9 @@ struct PlanAccess {
     State& state = *plan.state_;
     state.outside.reset(new (std::nothrow) detail::LayerState[batch.size()]);
     if (!state.outside) status = {Status::out_of_memory, "plan"};
-    for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i) status = add_pages(state, batch[i], i);
+    for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i) {
+      status = of_item(i, add_pages(state, batch[i], i));
+    }
     return finish(state, status);
   }
 
@@ -59,6 +62,15 @@ struct PlanAccess {
     if (!to.resize(from.size())) return false;
     std::copy(from.begin(), from.end(), to.begin());
     return true;
+  }
+
+  // Names the item that was refused.
+  static Status of_item(std::size_t index, Status status) noexcept {
+    if (status.code != Status::ok) status.item = Core::as_signed(index);
+    return status;
+  }
+  static Status of_item(const State& state, const Item& planned, Status status) noexcept {
+    return of_item(static_cast<std::size_t>(&planned - state.items.data()), status);
   }
 
   static bool all_finite(std::span<const float> values) noexcept {
@@ -100,7 +112,7 @@ struct PlanAccess {
     if (const Status status = check_queries(state, planned); status.code != Status::ok) return status;
     planned.first_view = state.page_views.size();
     planned.views = from.pages.size();
-    if (!grow(state.page_views, from.pages.size())) return {Status::out_of_memory, "plan"};
+    if (!state.page_views.reserve_more(from.pages.size())) return {Status::out_of_memory, "plan"};
     for (const PageSpan& span : from.pages) {
       if (span.page == nullptr) return {Status::bad_shape, "pages.page"};
       const std::size_t room = layer.page_shape.tokens;
@@ -136,20 +148,12 @@ struct PlanAccess {
     return {};
   }
 
-  static Status check_rows(const ConstRows& rows, const char* data, const char* heads, const char* dims,
-                           std::size_t expected_heads, std::size_t expected_dim) noexcept {
-    if (rows.data == nullptr || size_of(rows.type) == 0) return {Status::bad_shape, data};
-    if (rows.heads != expected_heads) return Core::bad_shape(heads, expected_heads, rows.heads);
-    if (rows.dim != expected_dim) return Core::bad_shape(dims, expected_dim, rows.dim);
-    return {};
-  }
-
   static Status check_new_rows(const LayerShape& shape, const ConstRows& keys, const ConstRows& values) noexcept {
     if (keys.tokens != values.tokens) return Core::bad_shape("values.tokens", keys.tokens, values.tokens);
     if (keys.tokens == 0) return {};
-    const Status status = check_rows(keys, "keys.data", "keys.heads", "keys.dim", shape.kv_heads, shape.head_dim);
+    const Status status = detail::check_rows(keys, detail::kKeyFields, shape.kv_heads, shape.head_dim);
     if (status.code != Status::ok) return status;
-    return check_rows(values, "values.data", "values.heads", "values.dim", shape.kv_heads, shape.value_dim);
+    return detail::check_rows(values, detail::kValueFields, shape.kv_heads, shape.value_dim);
   }
 
   static Status check_queries(const State& state, Item& planned) noexcept {
@@ -162,9 +166,9 @@ struct PlanAccess {
     if (queries.heads == 0 || queries.heads % shape.kv_heads != 0) {
       return Core::bad_shape("queries.heads", shape.kv_heads, queries.heads);
     }
-    Status status = check_rows(queries, "queries.data", "queries.heads", "queries.dim", queries.heads, shape.head_dim);
+    Status status = detail::check_rows(queries, detail::kQueryFields, queries.heads, shape.head_dim);
     if (status == Status::ok) {
-      status = check_rows(ConstRows(item.out), "out.data", "out.heads", "out.dim", queries.heads, shape.value_dim);
+      status = detail::check_rows(ConstRows(item.out), detail::kOutFields, queries.heads, shape.value_dim);
     }
     if (status.code != Status::ok) return status;
     if (item.out.tokens != queries.tokens) return Core::bad_shape("out.tokens", queries.tokens, item.out.tokens);
@@ -195,8 +199,9 @@ struct PlanAccess {
     planned.sequence = sequence;
     planned.state = &sequence->layers[layer_index];
     planned.before = planned.state->length;
-    constexpr std::size_t kMost = std::size_t{1} << 48;
-    if (item.keys.tokens > kMost - planned.before) return Core::bad_shape("keys.tokens", kMost, item.keys.tokens);
+    if (item.keys.tokens > kMostTokens - planned.before) {
+      return Core::bad_shape("keys.tokens", kMostTokens - planned.before, item.keys.tokens);
+    }
     planned.after = planned.before + item.keys.tokens;
     (void)state.items.push_back(planned);  // reserved
     state.armed = true;
@@ -234,7 +239,9 @@ struct PlanAccess {
   static Status mark_readers(State& state) noexcept {
     for (Item& planned : state.items) {
       if (planned.appends() || planned.sequence == nullptr || planned.sequence->pending == &state) continue;
-      if (planned.sequence->pending != nullptr) return {Status::bad_shape, "pending plan"};
+      if (planned.sequence->pending != nullptr) {
+        return of_item(state, planned, {Status::bad_shape, "pending plan"});
+      }
       planned.sequence->readers.fetch_add(1, std::memory_order_relaxed);
       planned.reads = true;
     }
@@ -243,22 +250,55 @@ struct PlanAccess {
 
   static Status check_inputs(const State& state) noexcept {
     for (const Item& planned : state.items) {
-      const BatchItem& item = planned.item;
-      const ConstRows& keys = planned.sequence != nullptr ? item.keys : planned.keys_behind;
-      const ConstRows& values = planned.sequence != nullptr ? item.values : planned.values_behind;
-      for (std::size_t t = 0; t < keys.tokens; ++t) {
-        for (std::size_t h = 0; h < keys.heads; ++h) {
-          if (!is_storable_row(keys, t, h)) return {Status::non_finite_input, "keys", 0, Core::as_signed(t)};
-          if (!is_storable_row(values, t, h)) return {Status::non_finite_input, "values", 0, Core::as_signed(t)};
-        }
+      const Status status = check_inputs(planned);
+      if (status.code != Status::ok) return of_item(state, planned, status);
+    }
+    return {};
+  }
+
+  static Status check_inputs(const Item& planned) noexcept {
+    const BatchItem& item = planned.item;
+    const ConstRows& keys = planned.sequence != nullptr ? item.keys : planned.keys_behind;
+    const ConstRows& values = planned.sequence != nullptr ? item.values : planned.values_behind;
+    for (std::size_t t = 0; t < keys.tokens; ++t) {
+      for (std::size_t h = 0; h < keys.heads; ++h) {
+        if (!is_storable_row(keys, t, h)) return {Status::non_finite_input, "keys", 0, Core::as_signed(t)};
+        if (!is_storable_row(values, t, h)) return {Status::non_finite_input, "values", 0, Core::as_signed(t)};
       }
-      for (std::size_t t = 0; t < item.queries.tokens; ++t) {
-        for (std::size_t h = 0; h < item.queries.heads; ++h) {
-          if (!is_finite_row(item.queries, t, h)) return {Status::non_finite_input, "queries", 0, Core::as_signed(t)};
-        }
+    }
+    for (std::size_t t = 0; t < item.queries.tokens; ++t) {
+      for (std::size_t h = 0; h < item.queries.heads; ++h) {
+        if (!is_finite_row(item.queries, t, h)) return {Status::non_finite_input, "queries", 0, Core::as_signed(t)};
       }
     }
     return {};
+  }
+
+  // The position of query 0, and that everything in front of the queries is there.
+  static Status place(const State& state, Item& planned, const detail::SequenceView& view) noexcept {
+    const std::size_t queries = planned.item.queries.tokens;
+    planned.position = planned.item.position == npos
+                           ? static_cast<std::ptrdiff_t>(view.after) - static_cast<std::ptrdiff_t>(queries)
+                           : static_cast<std::ptrdiff_t>(planned.item.position);
+    if (planned.item.tree != nullptr) {
+      if (queries > view.after) return Core::bad_shape("tree", view.after, queries);
+      const std::size_t root = view.after - queries;
+      // Codes know no branches: a tree that has been sealed is none any more.
+      if (root < view.coded_end && view.first_tokens < view.coded_end) {
+        return Core::bad_shape("tree", view.after - (std::min)(view.coded_end, view.after), queries);
+      }
+      planned.position = static_cast<std::ptrdiff_t>(root);
+    }
+    if (planned.item.position == npos && state.params.causal && view.after != 0 && queries > view.after) {
+      return Core::bad_shape("queries.tokens", view.after, queries);  // the first ones would stand before position 0
+    }
+    if (planned.item.position != npos && planned.item.position > kMostTokens) {
+      return Core::bad_shape("position", kMostTokens, planned.item.position);
+    }
+    if (planned.item.key_begin > planned.item.key_end) {
+      return Core::bad_shape("key_begin", planned.item.key_end, planned.item.key_begin);
+    }
+    return check_held(state, planned, view);
   }
 
   // Decides what each item encodes, stores and attends to, and takes the memory for it.
@@ -275,7 +315,8 @@ struct PlanAccess {
       planned.ahead_task = state.ahead_tasks;
       planned.store_task = state.store_tasks;
       if (planned.appends()) {
-        if (const Status status = schedule_append(state, planned); status.code != Status::ok) return status;
+        const Status status = schedule_append(state, planned);
+        if (status.code != Status::ok) return of_item(state, planned, status);
       }
     }
     std::size_t partial_bytes = 0, levels = 1;
@@ -286,23 +327,9 @@ struct PlanAccess {
       const std::size_t queries = planned.item.queries.tokens;
       if (queries == 0) continue;
       const detail::SequenceView view = AttentionPlan::view_of(state, planned);
-      planned.position = planned.item.position == npos
-                             ? static_cast<std::ptrdiff_t>(view.after) - static_cast<std::ptrdiff_t>(queries)
-                             : static_cast<std::ptrdiff_t>(planned.item.position);
-      if (planned.item.tree != nullptr) {
-        if (queries > view.after) return Core::bad_shape("tree", view.after, queries);
-        planned.position = static_cast<std::ptrdiff_t>(view.after - queries);
+      if (const Status status = place(state, planned, view); status.code != Status::ok) {
+        return of_item(state, planned, status);
       }
-      if (planned.item.position == npos && state.params.causal && view.after != 0 && queries > view.after) {
-        return Core::bad_shape("queries.tokens", view.after, queries);  // the first ones would stand before position 0
-      }
-      if (planned.item.position != npos && planned.item.position > (std::size_t{1} << 48)) {
-        return Core::bad_shape("position", std::size_t{1} << 48, planned.item.position);
-      }
-      if (planned.item.key_begin > planned.item.key_end) {
-        return Core::bad_shape("key_begin", planned.item.key_end, planned.item.key_begin);
-      }
-      if (const Status status = check_held(state, planned, view); status.code != Status::ok) return status;
       const std::size_t rows = queries * planned.group;
       planned.first_split = view.first_entry() / state.split_entries;
       planned.end_split = (view.end_entry() + state.split_entries - 1) / state.split_entries;
@@ -351,7 +378,6 @@ struct PlanAccess {
     const CodingRule& rule = state.rule;
     detail::LayerState& old = *planned.state;
     const std::size_t first_tokens = old.first;
-    const auto tiles = [](std::size_t tokens) { return (tokens + 15) / 16; };
     const auto keep = [](const Array<detail::Block*>& blocks, std::size_t begin, std::size_t rows) {
       // Whole tiles stay; a partial one only if nobody else has it.
       const std::size_t whole = rows / 16;
@@ -380,17 +406,18 @@ struct PlanAccess {
     planned.kept_first = planned.before >= first_tokens
                              ? old.first_tiles.size()  // complete: shared or not, nobody writes
                              : keep(old.first_tiles, 0, planned.before);
-    planned.first_tiles = tiles((std::min)(planned.after, first_tokens)) - planned.kept_first;
+    planned.first_tiles = layout::tile_count((std::min)(planned.after, first_tokens)) - planned.kept_first;
     planned.dropped_tail = (std::min)((planned.tail_begin - old.tail_begin) / 16, old.tail.size());
     planned.kept_tail =
         keep(old.tail, planned.dropped_tail, detail::saturating_subtract(planned.before, planned.tail_begin));
-    planned.tail_tiles = tiles(detail::saturating_subtract(planned.after, planned.tail_begin)) - planned.kept_tail;
+    planned.tail_tiles =
+        layout::tile_count(detail::saturating_subtract(planned.after, planned.tail_begin)) - planned.kept_tail;
 
     const std::size_t count = planned.pages + planned.first_tiles + planned.tail_tiles;
     // The arrays grow geometrically: one token at a time must not copy a long table at every page.
-    if (!grow(old.entries, planned.due) || !grow(old.coding, planned.listed - old.coding.size()) ||
-        !grow(old.first_tiles, planned.first_tiles) || !grow(old.tail, planned.tail_tiles) ||
-        !grow(state.blocks, count) || !grow(state.pages, planned.listed)) {
+    if (!old.entries.reserve_more(planned.due) || !old.coding.reserve_more(planned.listed - old.coding.size()) ||
+        !old.first_tiles.reserve_more(planned.first_tiles) || !old.tail.reserve_more(planned.tail_tiles) ||
+        !state.blocks.reserve_more(count) || !state.pages.reserve_more(planned.listed)) {
       planned.pages = planned.first_tiles = planned.tail_tiles = 0;  // nothing to give back
       return {Status::out_of_memory, "tables"};
     }
@@ -420,21 +447,17 @@ struct PlanAccess {
     return {};
   }
 
-  template <class T>
-  static bool grow(Array<T>& array, std::size_t more) noexcept {
-    const std::size_t needed = array.size() + more;
-    return needed <= array.capacity() || array.reserve((std::max)(needed, array.capacity() * 2));
-  }
-
   // A query that may see a token freed behind the window is refused.
   static Status check_held(const State& state, const Item& planned, const detail::SequenceView& view) noexcept {
     const std::size_t held = planned.state->held_begin;
     if (planned.sequence == nullptr || held <= view.first_tokens) return {};
     const detail::AttentionJob job = AttentionPlan::job_of(state, planned);
-    const detail::RowRange range = job.range(planned.position);
-    if (range.coded_low < range.coded_high && range.coded_low < held) {
-      return {Status::behind_window, "position", Core::as_signed(held + state.layer->shape.window) - 1,
-              planned.position};
+    for (std::size_t query = 0; query < planned.item.queries.tokens; ++query) {
+      const std::ptrdiff_t position = job.position_of(query);
+      const detail::RowRange range = job.range(position);
+      if (range.coded_low < range.coded_high && range.coded_low < held) {
+        return {Status::behind_window, "position", Core::as_signed(held + state.layer->shape.window) - 1, position};
+      }
     }
     return {};
   }

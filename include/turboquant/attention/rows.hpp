@@ -71,7 +71,7 @@ inline void fold(const Operations& ops, const Partial& to, const Partial& from, 
 // missing half changes nothing, so the result does not depend on how many splits follow, nor on who merges which part.
 struct FoldTree {
   static constexpr std::size_t kMostLevels = 48;
-  Partial levels[kMostLevels];
+  Partial levels[kMostLevels] = {};
   bool used[kMostLevels] = {};
 
   // Takes over the leaf's buffers and leaves it others.
@@ -119,7 +119,7 @@ struct RowBlock {
   bfloat16* staging;  // [16][dim]
   float* row;         // [dim]
 
-  static constexpr std::size_t kChunk = 256;    // tokens of the largest page
+  static constexpr std::size_t kChunk = layout::kMaxPageTokens;
   static constexpr std::size_t kRawChunk = 64;  // raw tokens per softmax step
 
   // `levels` of the tree are enough for split numbers below 2^(levels - 1).

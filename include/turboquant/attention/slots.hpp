@@ -8,7 +8,8 @@
 
 namespace turboquant::detail {
 
-// At most 64 tasks at once; more threads than that wait for a slot. A serial executor always gets the same one.
+// At most 64 tasks at once; more threads than that sleep until a slot is free. A serial executor always gets the same
+// one.
 class Slots {
  public:
   static constexpr std::size_t kMost = 64;
@@ -26,10 +27,14 @@ class Slots {
           return static_cast<std::size_t>(std::countr_zero(free));
         }
       }
+      free_.wait(0, std::memory_order_relaxed);
     }
   }
 
-  void release(std::size_t slot) noexcept { free_.fetch_or(std::uint64_t{1} << slot, std::memory_order_release); }
+  void release(std::size_t slot) noexcept {
+    free_.fetch_or(std::uint64_t{1} << slot, std::memory_order_release);
+    free_.notify_one();
+  }
 
  private:
   std::atomic<std::uint64_t> free_{0};

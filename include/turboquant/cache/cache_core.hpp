@@ -80,6 +80,7 @@ class CacheCore : public SequenceEdits {
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
     if (const Status status = check_shorten(*sequence, length); status.code != Status::ok) return status;
     for (std::size_t l = 0; l < layers_.size(); ++l) shorten(*sequence, l, length);
+    account(*sequence);
     return {};
   }
 
@@ -149,17 +150,17 @@ class CacheCore : public SequenceEdits {
       shorten(*sequence, l, left, begin);
     }
     while (!fresh.empty()) release_last(fresh);
+    account(*sequence);
     return {};
   }
 
   Status reserve(SequenceId id, std::size_t tokens) noexcept {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
+    if (tokens > kMostTokens) return bad_shape("tokens", kMostTokens, tokens);
+    if (tokens == 0) return {};
     Owned<std::size_t[]> needed(new (std::nothrow) std::size_t[pool_.class_count()]());
     if (!needed) return {Status::out_of_memory, "reserve"};
-    constexpr std::size_t kMost = std::size_t{1} << 48;
-    if (tokens > kMost) return {Status::out_of_memory, "reserve", as_signed(kMost), -1};
-    if (tokens == 0) return {};
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
       const std::size_t length = state.length + tokens;
@@ -269,12 +270,9 @@ class CacheCore : public SequenceEdits {
     for (const Side side : {Side::key, Side::value}) {
       const Rows& rows = side == Side::key ? keys : values;
       if (rows.tokens == 0) continue;
-      if (rows.data == nullptr) return bad_shape(side == Side::key ? "keys.data" : "values.data", 1, 0);
-      if (size_of(rows.type) == 0) return {Status::bad_shape, side == Side::key ? "keys.type" : "values.type"};
-      if (rows.heads != layer.shape.kv_heads)
-        return bad_shape(side == Side::key ? "keys.heads" : "values.heads", layer.shape.kv_heads, rows.heads);
-      if (rows.dim != layer.dim(side))
-        return bad_shape(side == Side::key ? "keys.dim" : "values.dim", layer.dim(side), rows.dim);
+      const Status status = check_rows(ConstRows(rows), side == Side::key ? kKeyFields : kValueFields,
+                                       layer.shape.kv_heads, layer.dim(side));
+      if (status.code != Status::ok) return status;
       if (begin > state.length || rows.tokens > state.length - begin) {
         return bad_shape(side == Side::key ? "keys.tokens" : "values.tokens",
                          state.length - (std::min)(begin, state.length), rows.tokens);
@@ -288,7 +286,7 @@ class CacheCore : public SequenceEdits {
       const Rows& rows = side == Side::key ? keys : values;
       for (std::size_t t = 0; t < rows.tokens; ++t) {
         for (std::size_t head = 0; head < layer.shape.kv_heads; ++head) {
-          float out[1024];
+          float out[kMaxDim];
           read_row(layer, state, side, head, begin + t, coded, out);
           store_row(rows, t, head, out);
         }
@@ -301,6 +299,7 @@ class CacheCore : public SequenceEdits {
     MemoryUse use{};
     use.page_bytes = pool_.live_bytes(BlockUse::page);
     use.tail_bytes = pool_.live_bytes(BlockUse::tile);
+    use.slab_bytes = pool_.slab_bytes();
     use.table_bytes = table_.bytes() + table_bytes_.load(std::memory_order_relaxed);
     double bits = 0, coordinates = 0;
     for (const Layer& layer : layers_) {

@@ -22,6 +22,9 @@ struct LayerShape {
   std::uint8_t center_bits = 8;  ///< bits per coordinate of a page's mean: 0 (not centred), 8 or 16
 };
 
+/// The longest sequence.
+inline constexpr std::size_t kMostTokens = std::size_t{1} << 48;
+
 /// A whole cache. Token counts are per sequence.
 struct CacheConfig {
   /// The model's layers, from 0.
@@ -30,7 +33,8 @@ struct CacheConfig {
   std::size_t recent_tokens = 64;    ///< at least so many of the newest tokens are read raw (bf16)
   std::size_t first_tokens = 0;      ///< so many of the first tokens stay raw for ever (attention sinks)
   std::size_t rollback_tokens = 32;  ///< truncating by at most so many leaves no trace
-  std::size_t max_bytes = 0;         ///< limit for live pages and tails together; 0: none
+  std::size_t max_bytes = 0;         ///< limit for live pages and tails together (MemoryUse::slab_bytes may be more);
+                                     ///< 0: none
   std::uint64_t seed = 42;           ///< of the rotation; part of the meaning of the codes
   MemorySource memory{};             ///< where slabs come from; default: aligned operator new, huge pages advised
 };
@@ -38,10 +42,12 @@ struct CacheConfig {
 /// Empty if the configuration is valid for a cache of `formats` formats, else what is wrong and what is supported.
 inline std::string why_invalid(const CacheConfig& config, std::size_t formats) {
   const auto text = [](std::uint64_t n) { return std::to_string(n); };
-  constexpr std::size_t kLargest = std::size_t{1} << 40;
+  constexpr std::uint64_t kLargest = std::uint64_t{1} << 40;
   if (config.layers.empty()) return "layers is empty; a cache needs at least one layer";
-  if (config.page_tokens == 0 || config.page_tokens % layout::kTileTokens != 0 || config.page_tokens > 256) {
-    return "page_tokens is " + text(config.page_tokens) + "; supported are multiples of 16 from 16 to 256";
+  if (config.page_tokens == 0 || config.page_tokens % layout::kTileTokens != 0 ||
+      config.page_tokens > layout::kMaxPageTokens) {
+    return "page_tokens is " + text(config.page_tokens) + "; supported are multiples of 16 from 16 to " +
+           text(layout::kMaxPageTokens);
   }
   if (config.recent_tokens > kLargest) return "recent_tokens is " + text(config.recent_tokens) + "; at most 2^40";
   if (config.first_tokens > kLargest) return "first_tokens is " + text(config.first_tokens) + "; at most 2^40";
@@ -72,8 +78,9 @@ inline std::string why_invalid(const CacheConfig& config, std::size_t formats) {
 
 /// What a cache holds, in bytes.
 struct MemoryUse {
-  std::size_t page_bytes;      ///< live pages, those set aside by reserve() included
-  std::size_t tail_bytes;      ///< live raw tiles, those set aside by reserve() included
+  std::size_t page_bytes;  ///< live pages, those set aside by reserve() included
+  std::size_t tail_bytes;  ///< live raw tiles, those set aside by reserve() included
+  std::size_t slab_bytes;  ///< taken from the memory source for pages and tiles: live ones, free ones of the same slabs
   std::size_t table_bytes;     ///< sequence tables
   double bits_per_coordinate;  ///< of full pages: scales, centres, header and padding included; mean over all layers'
                                ///< coordinates

@@ -23,8 +23,6 @@ inline constexpr Magic kPageMagic{0x93, 'T', 'Q', 'P', 'G', '\r', '\n', 0x1a};
 inline constexpr std::uint32_t kEndianMark = 0x01020304;
 inline constexpr std::size_t kPreambleBytes = 16;  // magic, endian mark, version
 
-inline constexpr std::size_t kMostTokens = std::size_t{1} << 48;
-
 // Rows and scales lie in files as in memory, and there they are in the machine's order.
 inline Status check_byte_order() noexcept {
   if constexpr (std::endian::native == std::endian::little) {
@@ -111,7 +109,7 @@ inline void clear_codes(const Layer& layer, Side side, std::size_t token, std::b
 // Takes out of a copied page what belongs to none of the spans: scales, zero points and codes become zero. Codes of
 // values that later ones continue stay, with scale zero.
 inline void clear_dead_tokens(const Layer& layer, const Span* spans, std::size_t count, std::byte* memory) noexcept {
-  std::array<bool, 256> live{};
+  std::array<bool, layout::kMaxPageTokens> live{};
   for (std::size_t s = 0; s < count; ++s) std::fill_n(live.begin() + spans[s].first, spans[s].count, true);
   for (std::size_t head = 0; head < layer.shape.kv_heads; ++head) {
     for (const Side side : {Side::key, Side::value}) {

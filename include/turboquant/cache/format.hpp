@@ -66,8 +66,6 @@ constexpr std::uint64_t codebook_hash(std::uint64_t hash) {
 // against this table; one indirect call covers a page or a tile.
 struct Operations {
   std::uint32_t format_id;
-  const char* key_name;
-  const char* value_name;
   unsigned key_bits, value_bits;
   bool value_zero_points;
   bool key_has_memory, value_has_memory;
@@ -102,8 +100,6 @@ struct Operations {
 template <class F, class K>
 inline constexpr Operations kOperations = {
     .format_id = F::id,
-    .key_name = F::key_codec::name,
-    .value_name = F::value_codec::name,
     .key_bits = F::key_codec::bits,
     .value_bits = F::value_codec::bits,
     .value_zero_points = F::value_codec::zero_points,

@@ -25,8 +25,12 @@ class KVCache {
   /// Throws std::invalid_argument with why_invalid(config), or std::bad_alloc. Takes no page memory yet. isa: the
   /// kernels to use, portable ones if it is not supported; bytes do not depend on it.
   explicit KVCache(CacheConfig config, Isa isa = best_isa())
-      : core_(std::move(config),
-              std::array<const detail::Operations*, sizeof...(F)>{detail::OperationsOf<F>::on(isa)...}) {}
+      : isa_(is_supported(isa) ? isa : Isa::portable),
+        core_(std::move(config),
+              std::array<const detail::Operations*, sizeof...(F)>{detail::OperationsOf<F>::on(isa_)...}) {}
+
+  /// The kernels that run.
+  Isa isa() const noexcept { return isa_; }
 
   /// As given.
   const CacheConfig& config() const noexcept { return core_.config(); }
@@ -65,7 +69,7 @@ class KVCache {
 
   /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer, nor wait for the
   /// operating system to provide it; what is left of it is freed when they have come. A later fork shares raw tiles and
-  /// so may use some of it up: reserve again. Errors: unknown_sequence, out_of_memory.
+  /// so may use some of it up: reserve again. Errors: unknown_sequence, bad_shape (above kMostTokens), out_of_memory.
   Status reserve(SequenceId sequence, std::size_t tokens) noexcept { return core_.reserve(sequence, tokens); }
 
   /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported
@@ -74,7 +78,7 @@ class KVCache {
   Status seal(SequenceId sequence) noexcept { return core_.seal(sequence); }
 
   /// Ends a sequence; its id is stale from now on. Unknown ids are ignored, and so are sequences of a pending plan:
-  /// drop that first.
+  /// they live on; drop the plan and release again. length() tells.
   void release(SequenceId sequence) noexcept { core_.release(sequence); }
 
   /// Committed tokens: the minimum over the layers. 0 for an unknown sequence.
@@ -92,6 +96,7 @@ class KVCache {
 
  private:
   friend struct CacheAccess;
+  Isa isa_;
   detail::CacheCore core_;
 };
 

@@ -13,11 +13,6 @@
 
 namespace turboquant::detail {
 
-inline RotationView view_of(const Rotation& rotation) {
-  const std::size_t order = base_order(rotation.dim());
-  return {rotation.dim(), rotation.signs(), base_matrix(order), order};
-}
-
 struct Layer {
   Layer() = default;
   Layer(const LayerShape& described, std::size_t page_tokens, const Operations* kernels)
@@ -155,7 +150,7 @@ struct Layer {
     const bool all = begin == 0 || !operations->by_token(side);
     const std::size_t first = all ? 0 : begin - 1, last = all || end - 1 > count ? count : end - 1;
     for (std::size_t t = first; t < last; ++t) {
-      bfloat16 raw[1024];
+      bfloat16 raw[kMaxDim];
       row(t, raw);
       float* out = rows + (t - first) * width;
       for (std::size_t i = 0; i < width; ++i) out[i] = to_float(raw[i]);

@@ -166,10 +166,7 @@ class PageRead {
 
   // Moves the page behind the codes of a layer, one entry per span. Nothing has changed if there is no memory.
   Status append_to(LayerState& state) noexcept {
-    const std::size_t needed = state.entries.size() + span_count_, doubled = 2 * state.entries.capacity();
-    if (needed > state.entries.capacity() && !state.entries.reserve((std::max)(needed, doubled))) {
-      return {Status::out_of_memory, "entries"};
-    }
+    if (!state.entries.reserve_more(span_count_)) return {Status::out_of_memory, "entries"};
     for (std::size_t s = 0; s < span_count_; ++s) {
       if (s > 0) block_->retain();
       (void)state.entries.push_back(Entry{block_, state.coded_end(), spans_[s].first, spans_[s].count});
@@ -181,7 +178,7 @@ class PageRead {
  private:
   PagePool& pool_;
   Block* block_ = nullptr;
-  Span spans_[256];
+  Span spans_[layout::kMaxPageTokens];
   std::size_t span_count_ = 0;
 };
 

@@ -109,10 +109,9 @@ class PageCodec {
   }
   Status check(const ConstRows& rows, Side side, std::size_t first) const noexcept {
     const bool key = side == Side::key;
-    if (rows.data == nullptr || size_of(rows.type) == 0) return {Status::bad_shape, key ? "keys.data" : "values.data"};
-    if (rows.heads != layer_.shape.kv_heads)
-      return bad_shape(key ? "keys.heads" : "values.heads", layer_.shape.kv_heads, rows.heads);
-    if (rows.dim != layer_.dim(side)) return bad_shape(key ? "keys.dim" : "values.dim", layer_.dim(side), rows.dim);
+    const Status status = detail::check_rows(rows, key ? detail::kKeyFields : detail::kValueFields,
+                                             layer_.shape.kv_heads, layer_.dim(side));
+    if (status.code != Status::ok) return status;
     const std::size_t room = page_tokens() - (std::min)(first, page_tokens());
     return rows.tokens > room ? bad_shape(key ? "keys.tokens" : "values.tokens", room, rows.tokens) : Status{};
   }

@@ -41,8 +41,8 @@ struct Slab {
   unsigned size_class = 0;
 };
 
-// Thread-safe. Blocks of one size class are cut from slabs of their own; a slab that empties goes back to the source,
-// except one per class. `max_bytes` limits the live blocks, rounded up to 64 bytes each.
+// Thread-safe. Blocks of one size class are cut from slabs of their own, which they fill; a slab that empties goes back
+// to the source, except one per class. `max_bytes` limits the live blocks, rounded up to 64 bytes each.
 class PagePool {
  public:
   PagePool(const MemorySource& source, std::size_t max_bytes) noexcept
@@ -133,6 +133,12 @@ class PagePool {
     return total;
   }
 
+  // Bytes taken from the source.
+  std::size_t slab_bytes() const noexcept {
+    const std::lock_guard lock(mutex_);
+    return slab_bytes_;
+  }
+
  private:
   static constexpr std::size_t kSlabBytes = std::size_t{1} << 21;
 
@@ -151,8 +157,8 @@ class PagePool {
       size.spare = nullptr;
       return true;
     }
-    const std::size_t bytes = (std::max)(kSlabBytes, size.block_bytes);
-    const std::size_t count = bytes / size.block_bytes;
+    const std::size_t count = (kSlabBytes + size.block_bytes - 1) / size.block_bytes;
+    const std::size_t bytes = count * size.block_bytes;
     Slab* slab = new (std::nothrow) Slab;
     Block* blocks = new (std::nothrow) Block[count];
     void* memory = slab != nullptr && blocks != nullptr ? allocate(bytes) : nullptr;
@@ -172,6 +178,7 @@ class PagePool {
       blocks[i].next = slab->free;
       slab->free = &blocks[i];
     }
+    slab_bytes_ += bytes;
     push_front(size, slab);
     return true;
   }
@@ -191,6 +198,7 @@ class PagePool {
   }
 
   void drop_slab(Slab* slab) noexcept {
+    slab_bytes_ -= slab->bytes;
     if (source_.release != nullptr) source_.release(source_.context, slab->memory, slab->bytes);
     delete[] slab->blocks;
     delete slab;
@@ -227,7 +235,7 @@ class PagePool {
   MemorySource source_;
   std::size_t max_bytes_;
   mutable std::mutex mutex_;
-  std::size_t live_bytes_ = 0;
+  std::size_t live_bytes_ = 0, slab_bytes_ = 0;
   Array<SizeClass> classes_;
 };
 

@@ -60,10 +60,10 @@ inline Status save_page(const Layer& layer, const Block* page, const Span* spans
 template <class Visit>
 Status for_each_page(const Array<Entry>& entries, Visit visit) {
   for (std::size_t i = 0; i < entries.size();) {
-    Span spans[256];
+    Span spans[layout::kMaxPageTokens];
     std::size_t count = 0;
     const Block* page = entries[i].page;
-    while (i < entries.size() && entries[i].page == page && count < 256) {
+    while (i < entries.size() && entries[i].page == page && count < layout::kMaxPageTokens) {
       spans[count++] = {entries[i].first, entries[i].count};
       ++i;
     }

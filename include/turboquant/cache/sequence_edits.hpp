@@ -28,10 +28,10 @@ class SequenceEdits : public SequenceStore {
   // Tiles of the raw rows [begin, end). visit(tile) may replace it.
   template <class State, class Visit>
   static void for_each_raw_tile(State& state, std::size_t begin, std::size_t end, Visit visit) {
-    for (std::size_t i = begin / 16; i < tiles((std::min)({end, state.first, state.length})); ++i) {
+    for (std::size_t i = begin / 16; i < layout::tile_count((std::min)({end, state.first, state.length})); ++i) {
       visit(state.first_tiles[i]);
     }
-    const std::size_t last = tiles(saturating_subtract((std::min)(end, state.length), state.tail_begin));
+    const std::size_t last = layout::tile_count(saturating_subtract((std::min)(end, state.length), state.tail_begin));
     for (std::size_t i = saturating_subtract(begin, state.tail_begin) / 16; i < last; ++i) visit(state.tail[i]);
   }
 
@@ -86,7 +86,7 @@ class SequenceEdits : public SequenceStore {
       own_tiles(layer, state, to, npos, fresh);
       for (std::size_t from = end; from < state.length; ++from) move_row(layer, state, from, to + (from - end));
       state.length -= end - to;
-      cut_tiles(sequence, index, state.tail, tiles(state.length - state.tail_begin));
+      cut_tiles(sequence, index, state.tail, layout::tile_count(state.length - state.tail_begin));
     }
     // Raw rows of coded tokens can no longer serve a rollback.
     const std::size_t dead = (std::min)((coded - state.tail_begin) / layout::kTileTokens, state.tail.size());
@@ -105,7 +105,7 @@ class SequenceEdits : public SequenceStore {
       state.tail_begin -= removed;
       state.held_begin -= removed;
       state.length -= removed;
-      cut_tiles(sequence, index, state.first_tiles, tiles(state.first));
+      cut_tiles(sequence, index, state.first_tiles, layout::tile_count(state.first));
     }
   }
 

@@ -213,8 +213,8 @@ class SequenceStore {
         state.tail_begin = state.base;
       }
     }
-    cut_tiles(sequence, index, state.tail, tiles(saturating_subtract(length, state.tail_begin)));
-    cut_tiles(sequence, index, state.first_tiles, tiles((std::min)(length, state.first)));
+    cut_tiles(sequence, index, state.tail, layout::tile_count(saturating_subtract(length, state.tail_begin)));
+    cut_tiles(sequence, index, state.first_tiles, layout::tile_count((std::min)(length, state.first)));
   }
 
   // Drops what lies at or behind position `end`. Pages before `codable` go back among those coded ahead, to be read
@@ -290,10 +290,6 @@ class SequenceStore {
       recycle(sequence, sequence.layers[index], layers_[index].tile_class, blocks.back());
       blocks.erase(blocks.size() - 1, blocks.size());
     }
-  }
-
-  static std::size_t tiles(std::size_t tokens) {
-    return layout::round_up(tokens, layout::kTileTokens) / layout::kTileTokens;
   }
 
   CacheConfig config_;

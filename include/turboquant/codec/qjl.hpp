@@ -29,8 +29,8 @@ class Qjl {
 
   /// out = S x. x, out: [dim], may be the same.
   void project(const float* x, float* out) const noexcept {
-    kernels::Portable::rotate(view(first_), x, out);
-    kernels::Portable::rotate(view(second_), out, out);
+    kernels::Portable::rotate(detail::view_of(first_), x, out);
+    kernels::Portable::rotate(detail::view_of(second_), out, out);
   }
 
   /// Stores sign(S k) as dim bits (bit i % 8 of byte i / 8; 1: not negative) and returns |k|. signs: [dim / 8].
@@ -59,11 +59,6 @@ class Qjl {
 
  private:
   static constexpr std::uint64_t kStream = 0x514a4c;  // "QJL"
-
-  static kernels::RotationView view(const Rotation& rotation) noexcept {
-    const std::size_t order = base_order(rotation.dim());
-    return {rotation.dim(), rotation.signs(), base_matrix(order), order};
-  }
 
   Rotation first_, second_;
 };
@@ -99,7 +94,7 @@ class TurboProd {
   /// k: [dim].
   void encode(const float* k, Code& code) const noexcept {
     float rotated[kMaxDim], residual[kMaxDim];
-    kernels::Portable::rotate(view(), k, rotated);
+    kernels::Portable::rotate(detail::view_of(rotation_), k, rotated);
     code.scale = to_float(kernels::Portable::template encode_levels<B - 1>(
         rotated, dim(), Book::magnitudes.data(), Book::kSpread, kernels::ScaleRule::least_squares, false, code.levels));
     for (std::size_t i = 0; i < dim(); ++i) residual[i] = rotated[i] - code.scale * level(code, i);
@@ -108,7 +103,7 @@ class TurboProd {
 
   /// q: [dim].
   void prepare(const float* q, Query& query) const noexcept {
-    kernels::Portable::rotate(view(), q, query.rotated);
+    kernels::Portable::rotate(detail::view_of(rotation_), q, query.rotated);
     sketch_.project(query.rotated, query.projected);
   }
 
@@ -126,11 +121,6 @@ class TurboProd {
 
   static float level(const Code& code, std::size_t i) noexcept {
     return static_cast<float>(Book::levels[code.levels[i]]);
-  }
-
-  kernels::RotationView view() const noexcept {
-    const std::size_t order = base_order(dim());
-    return {dim(), rotation_.signs(), base_matrix(order), order};
   }
 
   Rotation rotation_;

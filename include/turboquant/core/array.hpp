@@ -75,6 +75,11 @@ class Array {
     return true;
   }
 
+  /// Makes room for `more` further elements, at least doubling what there is if it has to move: n calls copy O(n).
+  [[nodiscard]] bool reserve_more(std::size_t more) noexcept {
+    return more <= max_size() - size_ && grow(size_ + more);
+  }
+
   /// Sets the size; new elements are value-initialised.
   [[nodiscard]] bool resize(std::size_t size) noexcept {
     if (!grow(size)) return false;

@@ -10,7 +10,8 @@
 
 namespace turboquant {
 
-/// Two functions that hand out and take back memory; both null: the library uses default_memory_source().
+/// Two functions that hand out and take back memory; both null: the library uses default_memory_source(). They are
+/// called one at a time, from any thread, under a lock of the cache: they must not call the cache.
 struct MemorySource {
   void* context = nullptr;  ///< first argument of both functions
   /// `bytes` bytes at an address that is a multiple of `alignment` (a power of two), or nullptr; must not throw.

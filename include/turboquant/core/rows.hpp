@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include <turboquant/core/dtype.hpp>
+#include <turboquant/core/status.hpp>
 
 namespace turboquant {
 
@@ -119,7 +120,7 @@ inline void set_element(std::byte* row, std::size_t i, T value) noexcept {
 }
 
 /// True if no element of the row has, as a float, magnitude bits that round to a bfloat16 above `limit`, or, for
-/// `round` false, float magnitude bits above `limit`. NaN and infinity have the largest bits of all.
+/// kRound false, float magnitude bits above `limit`. NaN and infinity have the largest bits of all.
 template <bool kRound>
 [[nodiscard]] inline bool is_row_at_most(const ConstRows& rows, std::size_t token, std::size_t head,
                                          std::uint32_t limit) noexcept {
@@ -142,6 +143,33 @@ template <bool kRound>
       break;
   }
   return largest <= limit;
+}
+
+/// What a Status calls the parts of one argument.
+struct RowFields {
+  const char* data;
+  const char* type;
+  const char* heads;
+  const char* dim;
+};
+inline constexpr RowFields kKeyFields = {"keys.data", "keys.type", "keys.heads", "keys.dim"};
+inline constexpr RowFields kValueFields = {"values.data", "values.type", "values.heads", "values.dim"};
+inline constexpr RowFields kQueryFields = {"queries.data", "queries.type", "queries.heads", "queries.dim"};
+inline constexpr RowFields kOutFields = {"out.data", "out.type", "out.heads", "out.dim"};
+
+/// bad_shape unless there are rows, of a known type and of this shape.
+[[nodiscard]] inline Status check_rows(const ConstRows& rows, const RowFields& fields, std::size_t heads,
+                                       std::size_t dim) noexcept {
+  const auto refuse = [](const char* field, std::size_t expected, std::size_t found) {
+    return Status{Status::bad_shape, field, static_cast<std::int64_t>(expected), static_cast<std::int64_t>(found)};
+  };
+  if (rows.data == nullptr) return refuse(fields.data, 1, 0);
+  if (size_of(rows.type) == 0) {
+    return refuse(fields.type, static_cast<std::size_t>(DType::bf16), static_cast<std::size_t>(rows.type));
+  }
+  if (rows.heads != heads) return refuse(fields.heads, heads, rows.heads);
+  if (rows.dim != dim) return refuse(fields.dim, dim, rows.dim);
+  return {};
 }
 
 }  // namespace detail

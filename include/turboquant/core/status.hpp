@@ -6,6 +6,8 @@
 
 namespace turboquant {
 
+static_assert(sizeof(std::size_t) == 8, "turboquant needs a 64-bit target");
+
 /// "No index" or "to the end", as in std::string::npos.
 inline constexpr std::size_t npos = std::size_t(-1);
 
@@ -13,6 +15,7 @@ inline constexpr std::size_t npos = std::size_t(-1);
 ///
 /// `field` names what was refused; it points to a string literal and is empty if nothing is to be named.
 /// `expected` and `found` are the two numbers that disagree, where that makes sense, else both 0.
+/// `item` is the index of the batch's item that was refused, where one was.
 /// Never allocates; compares with a code: `if (status == Status::ok)`.
 struct [[nodiscard]] Status {
   /// Why a call was refused.
@@ -33,6 +36,7 @@ struct [[nodiscard]] Status {
   const char* field = "";     ///< a string literal, never null
   std::int64_t expected = 0;  ///< the limit or the number that was wanted
   std::int64_t found = 0;     ///< the number that came
+  std::int64_t item = -1;     ///< index in the batch; -1: the call as a whole
 
   /// A refusal, or success.
   constexpr Status(Code why = ok, const char* what = "", std::int64_t wanted = 0, std::int64_t got = 0) noexcept

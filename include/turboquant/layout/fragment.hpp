@@ -21,9 +21,9 @@ namespace turboquant::layout {
 // For keys the other operand is 4 query bytes broadcast to all lanes, so the 16 accumulators are the 16 logits; for
 // values it is 4 weights broadcast, and the accumulators are 16 output coordinates. No horizontal sums.
 inline constexpr std::size_t kTileTokens = 16;
+inline constexpr std::size_t kMaxPageTokens = 256;
 inline constexpr std::size_t kGroupCoordinates = 16;
 inline constexpr std::size_t kFragmentCodes = 256;
-inline constexpr std::size_t kFragmentSlots = 4;
 inline constexpr std::size_t kSlotCodes = 64;
 
 enum class Side : std::uint8_t { key, value };
@@ -79,5 +79,8 @@ constexpr CodeField high_field(std::size_t position) {
 constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
+
+// Tiles that `tokens` tokens take, the last of them perhaps in part.
+constexpr std::size_t tile_count(std::size_t tokens) { return round_up(tokens, kTileTokens) / kTileTokens; }
 
 }  // namespace turboquant::layout

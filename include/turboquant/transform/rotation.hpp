@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include <turboquant/core/random.hpp>
+#include <turboquant/kernels/operands.hpp>
 #include <turboquant/transform/hadamard.hpp>
 
 namespace turboquant {
@@ -35,5 +36,15 @@ class Rotation {
   alignas(64) float signs_[kMaxDim]{};
   std::size_t dim_;
 };
+
+namespace detail {
+
+/// The rotation as kernels take it.
+inline kernels::RotationView view_of(const Rotation& rotation) noexcept {
+  const std::size_t order = base_order(rotation.dim());
+  return {rotation.dim(), rotation.signs(), base_matrix(order), order};
+}
+
+}  // namespace detail
 
 }  // namespace turboquant
