@@ -35,5 +35,5 @@ int main() {
   for (std::size_t i = 0; i < kDim; ++i) error += std::pow(double(out[i]) - exact[i] / sum, 2);
   for (std::size_t i = 0; i < kDim; ++i) energy += std::pow(exact[i] / sum, 2);
   const std::size_t bytes = cache.memory().page_bytes + cache.memory().tail_bytes, f16_bytes = 4 * kTokens * kDim;
-  std::printf("%zu bytes (f16: %zu), relative output error %.3f\n", bytes, f16_bytes, std::sqrt(error / energy));
+  std::printf("%zu bytes (f16: %zu), output errs by %.2f %% of its energy\n", bytes, f16_bytes, 100 * error / energy);
 }
