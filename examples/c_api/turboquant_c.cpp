@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <new>
 #include <span>
 #include <string>
@@ -36,14 +37,21 @@ tq_status to_c(const tq::Status& status) noexcept {
 
 tq_status bad_argument(const char* field) noexcept { return {TQ_BAD_ARGUMENT, field, 0, 0}; }
 
-// What a call says, which may allocate. Functions of the caller do not throw.
+// What a call says, which may allocate: arguments are copied into vectors, which throw std::length_error if no memory
+// could hold them. Functions of the caller do not throw.
 template <class Call>
 tq_status guarded(Call&& call) noexcept {
+#if defined(__cpp_exceptions)
   try {
     return call();
   } catch (const std::bad_alloc&) {
     return {TQ_OUT_OF_MEMORY, "arguments", 0, 0};
+  } catch (const std::exception&) {
+    return bad_argument("arguments");
   }
+#else
+  return call();
+#endif
 }
 
 // A type that does not exist stays one: the library refuses it.
@@ -180,9 +188,17 @@ void tq_init_item(tq_item* item) {
 }
 
 tq_status tq_cache_create(const tq_config* config, tq_cache** created, char* why, size_t why_size) {
-  if (config == nullptr) return bad_argument("config");
-  if (config->layers == nullptr && config->layer_count != 0) return bad_argument("config.layers");
-  if (created == nullptr) return bad_argument("created");
+  if (why != nullptr && why_size != 0) *why = '\0';
+  if (created != nullptr) *created = nullptr;
+  const auto refuse = [=](const char* field, const char* words) {
+    if (why != nullptr) std::snprintf(why, why_size, "%s", words);
+    return bad_argument(field);
+  };
+  if (created == nullptr) return refuse("created", "created is null; it says where to put the cache");
+  if (config == nullptr) return refuse("config", "config is null");
+  if (config->layers == nullptr && config->layer_count != 0) {
+    return refuse("config.layers", "layers is null, and layer_count is not 0");
+  }
   return guarded([&]() -> tq_status {
     tq::CacheConfig to{.layers = {},
                        .page_tokens = config->page_tokens,
@@ -192,13 +208,13 @@ tq_status tq_cache_create(const tq_config* config, tq_cache** created, char* why
                        .max_bytes = config->max_bytes,
                        .seed = config->seed,
                        .memory = {config->memory.context, config->memory.allocate, config->memory.release}};
+    to.layers.reserve(config->layer_count);
     for (const tq_layer& layer : std::span(config->layers, config->layer_count)) {
       to.layers.push_back(
           {layer.kv_heads, layer.head_dim, layer.value_dim, layer.window, layer.format, layer.center_bits});
     }
     if (const std::string problem = tq::why_invalid(to, kFormats); !problem.empty()) {
-      if (why != nullptr) std::snprintf(why, why_size, "%s", problem.c_str());
-      return bad_argument("config");
+      return refuse("config", problem.c_str());
     }
     *created = new tq_cache(std::move(to));
     return to_c({});
@@ -275,6 +291,7 @@ tq_status tq_logits(const tq_cache* cache, tq_sequence sequence, size_t layer, t
 
 tq_status tq_plan_create(tq_attention_plan** created) {
   if (created == nullptr) return bad_argument("created");
+  *created = nullptr;
   return guarded([&]() -> tq_status {
     *created = new tq_attention_plan;
     return to_c({});

@@ -1,10 +1,14 @@
 /* turboquant from C: a C99 interface to the cache, attention and files, for engines in C and for other languages.
  *
- * Every function is the one of the same name in C++, with its rules: which calls may run at the same time, what a query
- * sees, how far a rollback is exact (docs/engines.md). Page codes without the container (PageCodec) are left out.
+ * Every function is the one of the same name in C++, with its rules: which calls may run at the same time
+ * (docs/threads-and-memory.md), what a query sees, how far a rollback is exact (docs/engines.md). Left out are pages
+ * without the container (PageCodec, plan_pages, attend_pages), single pages (save_page, load_page), config(), the
+ * choice of kernels, which are the best of the CPU, and formats other than the four below.
  *
  * Structures are filled by their tq_init_ function first, then by you: zero is not always the default. Handles are
- * opaque; the destroy functions accept null. Functions of yours that the library calls must not throw. */
+ * opaque; the destroy functions accept null. Functions of yours that the library calls must not throw. Compiled
+ * without exceptions, tq_cache_create, tq_plan_create, tq_attend and tq_plan end the program where memory for what they
+ * make, or for a copy of their arguments, is missing; all else is a status as before. */
 #ifndef TURBOQUANT_C_H
 #define TURBOQUANT_C_H
 
@@ -38,7 +42,7 @@ enum {
   TQ_CORRUPT_FILE,
   TQ_FORMAT_MISMATCH,
   TQ_IO_ERROR,
-  TQ_BAD_ARGUMENT /* a null pointer, or a configuration that is refused */
+  TQ_BAD_ARGUMENT /* a null pointer, a count beyond all memory, or a configuration that is refused */
 };
 
 /* What became of a call. A refused call changed nothing. */
@@ -107,7 +111,7 @@ typedef struct tq_config {
   size_t page_tokens;     /* tokens per page: a multiple of 16, at most 256 */
   size_t recent_tokens;   /* at least so many of the newest tokens are read raw (bf16) */
   size_t first_tokens;    /* so many of the first tokens stay raw for ever */
-  size_t rollback_tokens; /* truncating by at most so many leaves no trace */
+  size_t rollback_tokens; /* truncating by at most so many below the longest length leaves no trace */
   size_t max_bytes;       /* limit for live pages and tails together; 0: none */
   uint64_t seed;          /* of the rotation; part of the meaning of the codes */
   tq_memory_source memory;
@@ -126,8 +130,9 @@ typedef struct tq_sequence {
 TURBOQUANT_C_API void tq_init_layer(tq_layer* layer);
 TURBOQUANT_C_API void tq_init_config(tq_config* config);
 
-/* A refused configuration is TQ_BAD_ARGUMENT, field "config", and `why` (may be null) says in words what is wrong and
- * what is supported: at most `why_size` bytes with the final zero. Also TQ_OUT_OF_MEMORY. */
+/* A refused configuration is TQ_BAD_ARGUMENT, field "config". `why` (may be null) says in words what is wrong and what
+ * is supported: at most `why_size` bytes with the final zero; "" where nothing is. Other errors: TQ_OUT_OF_MEMORY.
+ * After an error *created is null. */
 TURBOQUANT_C_API tq_status tq_cache_create(const tq_config* config, tq_cache** created, char* why, size_t why_size);
 /* No call on this cache may be running, and no plan over it may be left. */
 TURBOQUANT_C_API void tq_cache_destroy(tq_cache* cache);
@@ -136,7 +141,8 @@ TURBOQUANT_C_API tq_memory_use tq_memory(const tq_cache* cache); /* all 0 for a 
 TURBOQUANT_C_API tq_status tq_create_sequence(tq_cache* cache, tq_sequence* created);
 /* A new sequence with the first `length` tokens of `source`; shares its memory. */
 TURBOQUANT_C_API tq_status tq_fork(tq_cache* cache, tq_sequence source, size_t length, tq_sequence* created);
-/* Shortens all layers to `length`; exact by at most rollback_tokens. */
+/* Shortens all layers to `length`. By at most rollback_tokens below the longest length that the sequence has had, it
+ * leaves no trace. */
 TURBOQUANT_C_API tq_status tq_truncate(tq_cache* cache, tq_sequence sequence, size_t length);
 /* Removes the positions [begin, end). */
 TURBOQUANT_C_API tq_status tq_erase(tq_cache* cache, tq_sequence sequence, size_t begin, size_t end);
@@ -202,11 +208,12 @@ TURBOQUANT_C_API tq_status tq_logits(const tq_cache* cache, tq_sequence sequence
 
 /* The same step as tasks for your own threads: tq_plan, then for each phase all its tasks, in any order on any threads,
  * and a barrier. The last phase commits the appends and ends the plan. Dropped, made anew or destroyed before that, it
- * changes nothing. The buffers of the items must live until it has run. May be used again: it keeps its memory. */
+ * changes nothing. The buffers of the items must live until it has run. A plan may be used again, and keeps its memory
+ * from one step that has run to the next. */
 typedef struct tq_attention_plan tq_attention_plan;
 
-TURBOQUANT_C_API tq_status tq_plan_create(tq_attention_plan** created);
-TURBOQUANT_C_API void tq_plan_destroy(tq_attention_plan* plan); /* before its cache */
+TURBOQUANT_C_API tq_status tq_plan_create(tq_attention_plan** created); /* after an error *created is null */
+TURBOQUANT_C_API void tq_plan_destroy(tq_attention_plan* plan);         /* before its cache */
 TURBOQUANT_C_API void tq_plan_drop(tq_attention_plan* plan);
 TURBOQUANT_C_API tq_status tq_plan(tq_cache* cache, size_t layer, const tq_item* items, size_t count,
                                    const tq_params* params, tq_attention_plan* plan);

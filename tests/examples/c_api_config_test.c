@@ -230,17 +230,31 @@ static void check_configurations(void) {
   tq_init_config(&config);
   CHECK_REFUSED(tq_cache_create(NULL, &none, NULL, 0), TQ_BAD_ARGUMENT, "config");
   CHECK_REFUSED(tq_cache_create(&config, NULL, NULL, 0), TQ_BAD_ARGUMENT, "created");
+  CHECK_REFUSED(tq_cache_create(&config, NULL, why, sizeof why), TQ_BAD_ARGUMENT, "created");
+  CHECK(strstr(why, "created is null") != NULL);
+  none = (tq_cache*)&config; /* what was there before is gone */
+  CHECK_REFUSED(tq_cache_create(NULL, &none, why, sizeof why), TQ_BAD_ARGUMENT, "config");
+  CHECK(strcmp(why, "config is null") == 0 && none == NULL);
   CHECK_REFUSED(tq_cache_create(&config, &none, why, sizeof why), TQ_BAD_ARGUMENT, "config");
   CHECK(strstr(why, "at least one layer") != NULL);
   config.layer_count = 1;
   CHECK_REFUSED(tq_cache_create(&config, &none, NULL, 0), TQ_BAD_ARGUMENT, "config.layers");
+  CHECK_REFUSED(tq_cache_create(&config, &none, why, sizeof why), TQ_BAD_ARGUMENT, "config.layers");
+  CHECK(strstr(why, "layers is null") != NULL);
   config.layers = &layer;
   tq_init_layer(&layer);
   layer.format = 9;
   CHECK_REFUSED(tq_cache_create(&config, &none, why, sizeof why), TQ_BAD_ARGUMENT, "config");
   CHECK(strcmp(why, "layers[0].format is 9; this cache has 4 format(s), counted from 0") == 0);
   CHECK(tq_cache_create(&config, &none, small, sizeof small).code == TQ_BAD_ARGUMENT && strcmp(small, "layers[") == 0);
+  CHECK(tq_cache_create(&config, &none, small, 0).code == TQ_BAD_ARGUMENT && strcmp(small, "layers[") == 0);
   CHECK(none == NULL);
+
+  /* Words of an earlier refusal do not stay. */
+  layer.format = TQ_FORMAT_TQ4;
+  CHECK_OK(tq_cache_create(&config, &none, why, sizeof why));
+  CHECK(why[0] == '\0' && none != NULL);
+  tq_cache_destroy(none);
 }
 
 static void check_refusals(void) {
@@ -265,6 +279,19 @@ static void check_refusals(void) {
   tq_init_params(&params);
   params.alibi_count = HEADS;
   CHECK_REFUSED(tq_attend(cache, 0, &item, 1, &params, NULL), TQ_BAD_ARGUMENT, "params.alibi_slopes");
+
+  if (HUGE_REQUESTS_FAIL) {
+    char why[] = "before";
+    tq_cache* none = cache;
+    with.config.layer_count = SIZE_MAX / 64;
+    CHECK_REFUSED(tq_cache_create(&with.config, &none, why, sizeof why), TQ_OUT_OF_MEMORY, "arguments");
+    CHECK(why[0] == '\0' && none == NULL);
+    CHECK_REFUSED(tq_attend(cache, 0, &item, SIZE_MAX / 1024, NULL, NULL), TQ_OUT_OF_MEMORY, "arguments");
+  }
+#ifndef TURBOQUANT_C_NO_EXCEPTIONS
+  CHECK_REFUSED(tq_attend(cache, 0, &item, SIZE_MAX, NULL, NULL), TQ_BAD_ARGUMENT, "arguments");
+  CHECK_REFUSED(tq_plan(cache, 0, &item, SIZE_MAX, NULL, plan), TQ_BAD_ARGUMENT, "arguments");
+#endif
 
   item.keys.dim = 32;
   const tq_status status = tq_attend(cache, 0, &item, 1, NULL, NULL);
