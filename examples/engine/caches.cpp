@@ -1,4 +1,4 @@
-// The one file that knows about quantization: turboquant's cache as an engine uses it, and the formats of others.
+// The one file that knows turboquant's cache, as an engine uses it, and the formats of others.
 #include "caches.hpp"
 
 #include "plain_cache.hpp"
