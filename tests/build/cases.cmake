@@ -1,5 +1,5 @@
-# cmake -D ROOT=<repository> -D TABLE=<tests/cases.md> -P cases.cmake: every case has a row, every test that a row names
-# is in the sources, and every test that is called after a case is in the table.
+# cmake -D ROOT=<repository> -D TABLE=<tests/cases.md> -P cases.cmake: every case has a row with its fault in words, every
+# test that a row names is in the sources, and every test that is called after a case is in the table.
 cmake_minimum_required(VERSION 3.25)
 
 file(READ ${TABLE} table)
@@ -32,7 +32,10 @@ foreach(case IN LISTS cases)
   if(NOT count EQUAL 1)
     message(SEND_ERROR "${case} has ${count} rows")
   endif()
-  string(REGEX MATCHALL "`[^`]+`" names "${rows}")
+  if(NOT rows MATCHES "^\n\\| ${case} \\| [^|`]+ \\| ([^|]+) \\|$")
+    message(SEND_ERROR "${case} has no words for its fault, or not three columns")
+  endif()
+  string(REGEX MATCHALL "`[^`]+`" names "${CMAKE_MATCH_1}")
   if(NOT names)
     message(SEND_ERROR "${case} names no test")
   endif()
