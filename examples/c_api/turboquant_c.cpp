@@ -32,10 +32,10 @@ static_assert(TURBOQUANT_C_NPOS == tq::npos);
 constexpr std::size_t kFormats = TQ_FORMAT_TQ8 + 1;
 
 tq_status to_c(const tq::Status& status) noexcept {
-  return {std::uint32_t(status.code), status.field, status.expected, status.found};
+  return {std::uint32_t(status.code), status.field, status.expected, status.found, status.item};
 }
 
-tq_status bad_argument(const char* field) noexcept { return {TQ_BAD_ARGUMENT, field, 0, 0}; }
+tq_status bad_argument(const char* field) noexcept { return {TQ_BAD_ARGUMENT, field, 0, 0, -1}; }
 
 // What a call says, which may allocate: arguments are copied into vectors, which throw std::length_error if no memory
 // could hold them. Functions of the caller do not throw.
@@ -45,7 +45,7 @@ tq_status guarded(Call&& call) noexcept {
   try {
     return call();
   } catch (const std::bad_alloc&) {
-    return {TQ_OUT_OF_MEMORY, "arguments", 0, 0};
+    return {TQ_OUT_OF_MEMORY, "arguments", 0, 0, -1};
   } catch (const std::exception&) {
     return bad_argument("arguments");
   }
@@ -226,7 +226,7 @@ void tq_cache_destroy(tq_cache* cache) { delete cache; }
 tq_memory_use tq_memory(const tq_cache* cache) {
   if (cache == nullptr) return {};
   const tq::MemoryUse use = cache->cache.memory();
-  return {use.page_bytes, use.tail_bytes, use.table_bytes, use.bits_per_coordinate};
+  return {use.page_bytes, use.tail_bytes, use.slab_bytes, use.table_bytes, use.bits_per_coordinate};
 }
 
 tq_status tq_create_sequence(tq_cache* cache, tq_sequence* created) {
@@ -301,7 +301,7 @@ tq_status tq_plan_create(tq_attention_plan** created) {
 void tq_plan_destroy(tq_attention_plan* plan) { delete plan; }
 
 void tq_plan_drop(tq_attention_plan* plan) {
-  if (plan != nullptr) plan->plan = tq::AttentionPlan();
+  if (plan != nullptr) plan->plan.drop();
 }
 
 tq_status tq_plan(tq_cache* cache, size_t layer, const tq_item* items, size_t count, const tq_params* params,

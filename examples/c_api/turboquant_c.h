@@ -2,8 +2,8 @@
  *
  * Every function is the one of the same name in C++, with its rules: which calls may run at the same time
  * (docs/threads-and-memory.md), what a query sees, how far a rollback is exact (docs/engines.md). Left out are pages
- * without the container (PageCodec, plan_pages, attend_pages), single pages (save_page, load_page), config(), the
- * choice of kernels, which are the best of the CPU, and formats other than the four below.
+ * without the container (PageCodec, plan_pages, attend_pages), single pages (save_page, load_page), config(), isa() and
+ * the choice of kernels, which are the best of the CPU, and formats other than the four below.
  *
  * Structures are filled by their tq_init_ function first, then by you: zero is not always the default. Handles are
  * opaque; the destroy functions accept null. Functions of yours that the library calls must not throw. Compiled
@@ -50,6 +50,7 @@ typedef struct tq_status {
   uint32_t code;
   const char* field;       /* what was refused, or ""; never null, never to be freed */
   int64_t expected, found; /* the two numbers that disagree, or both 0 */
+  int64_t item;            /* index of the item that was refused; -1: the call as a whole */
 } tq_status;
 
 /* The status in words, as snprintf: at most `size` bytes with the final zero; returns the length of the whole text. */
@@ -118,7 +119,9 @@ typedef struct tq_config {
 } tq_config;
 
 typedef struct tq_memory_use {
-  size_t page_bytes, tail_bytes, table_bytes;
+  size_t page_bytes, tail_bytes; /* live */
+  size_t slab_bytes;             /* taken from the memory source for both, free blocks included */
+  size_t table_bytes;
   double bits_per_coordinate; /* of full pages, everything included; mean over all layers' coordinates */
 } tq_memory_use;
 
@@ -208,8 +211,8 @@ TURBOQUANT_C_API tq_status tq_logits(const tq_cache* cache, tq_sequence sequence
 
 /* The same step as tasks for your own threads: tq_plan, then for each phase all its tasks, in any order on any threads,
  * and a barrier. The last phase commits the appends and ends the plan. Dropped, made anew or destroyed before that, it
- * changes nothing. The buffers of the items must live until it has run. A plan may be used again, and keeps its memory
- * from one step that has run to the next. */
+ * changes nothing. The buffers of the items must live until it has run. A plan that has run or was dropped may be used
+ * again: it keeps its memory. */
 typedef struct tq_attention_plan tq_attention_plan;
 
 TURBOQUANT_C_API tq_status tq_plan_create(tq_attention_plan** created); /* after an error *created is null */

@@ -136,7 +136,7 @@ static void check_memory(void) {
   CHECK_OK(tq_create_sequence(cache, &sequence));
   tq_item item = all_tokens(sequence);
   CHECK_OK(tq_attend(cache, 0, &item, 1, NULL, NULL));
-  CHECK(allocations > 0 && held >= 24576);
+  CHECK(allocations > 0 && held >= 24576 && tq_memory(cache).slab_bytes == held);
   CHECK(tq_reserve(cache, sequence, 1000).code == TQ_OUT_OF_MEMORY);
   tq_cache_destroy(cache);
   CHECK(held == 0);
@@ -296,13 +296,14 @@ static void check_refusals(void) {
   item.keys.dim = 32;
   const tq_status status = tq_attend(cache, 0, &item, 1, NULL, NULL);
   CHECK_REFUSED(status, TQ_BAD_SHAPE, "keys.dim");
+  CHECK(status.item == 0 && tq_attend(cache, 1, &item, 1, NULL, NULL).item == -1);
   char text[64] = "", cut[10] = "";
   const char* whole = "bad_shape: keys.dim: expected 64, found 32";
   CHECK(tq_message(status, text, sizeof text) == strlen(whole) && strcmp(text, whole) == 0);
   CHECK(tq_message(status, cut, sizeof cut) == strlen(whole) && strcmp(cut, "bad_shape") == 0);
   item = all_tokens(sequence);
   item.keys.type = 256; /* no type, and f32 in its lowest byte */
-  CHECK_REFUSED(tq_attend(cache, 0, &item, 1, NULL, NULL), TQ_BAD_SHAPE, "keys.data");
+  CHECK_REFUSED(tq_attend(cache, 0, &item, 1, NULL, NULL), TQ_BAD_SHAPE, "keys.type");
   item = all_tokens(sequence);
   const float kept = keys[100];
   keys[100] = (float)NAN;
@@ -317,6 +318,9 @@ static void check_refusals(void) {
   tq_plan_drop(plan);
   CHECK(tq_plan_phases(plan) == 0 && tq_plan_phases(NULL) == 0);
   CHECK_OK(tq_truncate(cache, sequence, 0));
+  CHECK_OK(tq_plan(cache, 0, &item, 1, NULL, plan));
+  tq_plan_drop(plan);
+  tq_plan_drop(NULL);
 
   tq_plan_destroy(plan);
   tq_plan_destroy(NULL);
