@@ -119,8 +119,8 @@ struct PlanState {
 
 /// One layer of a step as tasks, for engines with their own thread pool: run every task of a phase, in any order on any
 /// threads, then a barrier, then the next phase. Results do not depend on threads or order. `plan` fills it; the last
-/// phase commits the appends and ends the plan: from then on `run` does nothing. At most 64 tasks run at once; threads
-/// beyond that sleep until one ends. Dropped or planned anew before its end, it changes nothing. Must not
+/// phase commits the appends and ends the plan: from then on `run` does nothing. At most 64 tasks code or attend at
+/// once; threads beyond that sleep until one ends. Dropped or planned anew before its end, it changes nothing. Must not
 /// outlive its cache; the buffers of the items must live until it has run. May be reused: it keeps its memory.
 class AttentionPlan {
  public:

@@ -25,19 +25,23 @@ class PageCodec {
   /// shape.format is 0. isa: as for KVCache. Throws std::invalid_argument as KVCache does.
   explicit PageCodec(const LayerShape& shape, std::size_t page_tokens = 64, std::uint64_t seed = 42,
                      Isa isa = best_isa())
-      : key_rotation_(seed, shape.head_dim),
+      : isa_(is_supported(isa) ? isa : Isa::portable),
+        key_rotation_(seed, shape.head_dim),
         value_rotation_(seed, shape.value_dim != 0 ? shape.value_dim : shape.head_dim) {
     CacheConfig config;
     config.layers[0] = shape;
     config.page_tokens = page_tokens;
     const std::string why = why_invalid(config, 1);
     if (!why.empty()) detail::refuse(why);
-    layer_ = detail::Layer(shape, page_tokens, detail::OperationsOf<F>::on(isa));
+    layer_ = detail::Layer(shape, page_tokens, detail::OperationsOf<F>::on(isa_));
     layer_.key_rotation = detail::view_of(key_rotation_);
     layer_.value_rotation = detail::view_of(value_rotation_);
   }
   PageCodec(const PageCodec&) = delete;
   PageCodec& operator=(const PageCodec&) = delete;
+
+  /// The kernels that run.
+  Isa isa() const noexcept { return isa_; }
 
   /// As given, value_dim resolved where it was 0.
   const LayerShape& shape() const noexcept { return layer_.shape; }
@@ -116,6 +120,7 @@ class PageCodec {
     return rows.tokens > room ? bad_shape(key ? "keys.tokens" : "values.tokens", room, rows.tokens) : Status{};
   }
 
+  Isa isa_;
   Rotation key_rotation_, value_rotation_;
   detail::Layer layer_;
 };
