@@ -175,14 +175,17 @@ struct Avx2Kernels : Avx2Products<V> {
   [[gnu::always_inline]] static void add_weighted(const float* rows, std::size_t tokens, const float* weights,
                                                   float* to) {
     __m256 sums[N];
+    TURBOQUANT_UNROLL
     for (std::size_t v = 0; v < N; ++v) sums[v] = _mm256_loadu_ps(to + v * 8);
     for (std::size_t t = 0; t < tokens; ++t) {
       if (!(weights[t] > 0)) continue;
       const __m256 weight = _mm256_set1_ps(weights[t]);
+      TURBOQUANT_UNROLL
       for (std::size_t v = 0; v < N; ++v) {
         sums[v] = _mm256_add_ps(sums[v], _mm256_mul_ps(weight, _mm256_load_ps(rows + t * 32 + v * 8)));
       }
     }
+    TURBOQUANT_UNROLL
     for (std::size_t v = 0; v < N; ++v) _mm256_storeu_ps(to + v * 8, sums[v]);
   }
 
@@ -218,6 +221,7 @@ struct Avx2Kernels : Avx2Products<V> {
     const __m256 f = _mm256_sub_ps(_mm256_sub_ps(clamped, _mm256_mul_ps(nf, _mm256_set1_ps(0.693359375f))),
                                    _mm256_mul_ps(nf, _mm256_set1_ps(-2.12194440e-4f)));
     __m256 y = _mm256_set1_ps(1.9875691500e-4f);
+    TURBOQUANT_UNROLL
     for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
       y = _mm256_add_ps(_mm256_mul_ps(y, f), _mm256_set1_ps(c));
     }
@@ -230,6 +234,8 @@ struct Avx2Kernels : Avx2Products<V> {
 using Avx2 = Avx2Kernels<UnitTarget>;
 
 }  // namespace turboquant::kernels
+
+#undef TURBOQUANT_UNROLL
 
 #if defined(__clang__)
 #pragma clang attribute pop

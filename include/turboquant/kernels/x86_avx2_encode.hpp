@@ -23,7 +23,8 @@
 #pragma GCC target("avx2")
 #endif
 
-// Before a loop over registers: unrolled also where the compiler would not do so on its own, as at -O2.
+// Before a loop over registers: unrolled also where the compiler would not do so on its own, as at -O2. In force until
+// the end of x86_avx2.hpp.
 #if defined(__clang__)
 #define TURBOQUANT_UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -320,8 +321,6 @@ struct Avx2Encoders : PortableKernels<V> {
 };
 
 }  // namespace turboquant::kernels
-
-#undef TURBOQUANT_UNROLL
 
 #if defined(__clang__)
 #pragma clang attribute pop

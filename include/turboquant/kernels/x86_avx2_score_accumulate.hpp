@@ -66,6 +66,7 @@ struct Avx2Reader<V, LevelCodes<B>> : Avx2Plain<V> {
 
   template <std::size_t kUnit>
   [[gnu::always_inline]] void read(const std::uint8_t* fragment, const std::uint8_t*, __m256i (&bytes)[4]) const {
+    TURBOQUANT_UNROLL
     for (std::size_t half = 0; half < 2; ++half) {
       if constexpr (B == 8) {
         const __m256i bias = _mm256_set1_epi8(-128);
@@ -156,12 +157,15 @@ struct Avx2Reader<V, TrellisCodes<B>> : Avx2Plain<V> {
                                _mm256_and_si256(low, _mm256_srli_epi16(young, 4)));
       };
       gather(between(before, now[0]), between(load(planes + 16), now[1]), lanes);
+      TURBOQUANT_UNROLL
       for (std::size_t half = 0; half < 2; ++half) bytes[half] = level(pick(lanes[half], 0, 4, 8, 12));
       gather(now[0], now[1], lanes);
+      TURBOQUANT_UNROLL
       for (std::size_t half = 0; half < 2; ++half) bytes[2 + half] = level(pick(lanes[half], 0, 4, 8, 12));
     } else if constexpr (B == 3) {
       // Windows 0 and 1 lie in history and plane 0, windows 2 to 4 in planes 0 and 1, the others in planes 1 and 2.
       gather(before, load(planes + 16), lanes);
+      TURBOQUANT_UNROLL
       for (std::size_t half = 0; half < 2; ++half) {
         const __m256i early = pick(lanes[half], 8, 0, 4, 8);
         bytes[half] = level(windows(early, early, 1 << 11, 1 << 9, 1 << 6, 1 << 4));
@@ -170,6 +174,7 @@ struct Avx2Reader<V, TrellisCodes<B>> : Avx2Plain<V> {
       }
     } else {
       gather(before, _mm256_castsi128_si256(load16(planes + 16)), lanes);
+      TURBOQUANT_UNROLL
       for (std::size_t half = 0; half < 2; ++half) {
         const __m256i early = pick(lanes[half], 8, 0, 8, 0), late = pick(lanes[half], 4, 8, 4, 8);
         bytes[half] = level(windows(early, early, 1 << 10, 1 << 14, 1 << 4, 1 << 8));
@@ -207,6 +212,7 @@ struct Avx2Unpacked {
   template <std::size_t kUnit>
   [[gnu::always_inline]] void read(std::size_t index, __m256i (&bytes)[4]) const {
     const auto* from = reinterpret_cast<const __m256i*>(bytes_of_run + index * layout::kFragmentCodes + 128 * kUnit);
+    TURBOQUANT_UNROLL
     for (std::size_t k = 0; k < 4; ++k) bytes[k] = _mm256_load_si256(from + k);
   }
 };
@@ -332,6 +338,7 @@ struct Avx2Products : Avx2Encoders<V> {
       if (block.plane_count == 2) {
         __m128i low[2];
         split(planes + block.dim, low);
+        TURBOQUANT_UNROLL
         for (std::size_t k = 0; k < 2; ++k) q[k] = _mm_add_epi16(_mm_slli_epi16(q[k], 7), low[k]);
       }
       sum = _mm_add_epi32(sum, _mm_add_epi32(_mm_madd_epi16(q[0], ones), _mm_madd_epi16(q[1], ones)));
@@ -383,8 +390,10 @@ struct Avx2Products : Avx2Encoders<V> {
       auto* to = reinterpret_cast<__m256i*>(unpacked + i * layout::kFragmentCodes);
       __m256i bytes[4];
       run.template read<0>(i, bytes);
+      TURBOQUANT_UNROLL
       for (std::size_t k = 0; k < 4; ++k) _mm256_store_si256(to + k, bytes[k]);
       run.template read<1>(i, bytes);
+      TURBOQUANT_UNROLL
       for (std::size_t k = 0; k < 4; ++k) _mm256_store_si256(to + 4 + k, bytes[k]);
     }
     sets(Avx2Unpacked<V, Codes>{unpacked});
@@ -398,12 +407,15 @@ struct Avx2Products : Avx2Encoders<V> {
   [[gnu::always_inline]] static void multiply(const __m256i (&bytes)[4], const std::int16_t* numbers,
                                               std::size_t stride, __m256i (&sums)[R][2]) {
     const __m256i low = _mm256_set1_epi16(255);
+    TURBOQUANT_UNROLL
     for (std::size_t k = 0; k < 2; ++k) {
       const __m256i even[2] = {_mm256_and_si256(bytes[2 * k], low), _mm256_and_si256(bytes[2 * k + 1], low)};
       const __m256i odd[2] = {_mm256_srli_epi16(bytes[2 * k], 8), _mm256_srli_epi16(bytes[2 * k + 1], 8)};
+      TURBOQUANT_UNROLL
       for (std::size_t r = 0; r < R; ++r) {
         const __m256i first = broadcast_pair(numbers + r * stride + 2 * Reader::even(k));
         const __m256i second = broadcast_pair(numbers + r * stride + 2 * Reader::odd(k));
+        TURBOQUANT_UNROLL
         for (std::size_t h = 0; h < 2; ++h) {
           sums[r][h] = _mm256_add_epi32(sums[r][h], _mm256_madd_epi16(even[h], first));
           sums[r][h] = _mm256_add_epi32(sums[r][h], _mm256_madd_epi16(odd[h], second));
@@ -417,6 +429,7 @@ struct Avx2Products : Avx2Encoders<V> {
   [[gnu::always_inline]] static void multiply_run(const Levels& levels, std::size_t fragments,
                                                   const std::int16_t* numbers, std::size_t stride,
                                                   const std::int32_t* start, __m256i (&sums)[R][2]) {
+    TURBOQUANT_UNROLL
     for (std::size_t r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_set1_epi32(start[r]);
     for (std::size_t i = 0; i < fragments; ++i) {
       __m256i bytes[4];
@@ -429,14 +442,17 @@ struct Avx2Products : Avx2Encoders<V> {
 
   // One tile.
   template <std::size_t R, class Levels>
-  static void score_rows(const CodedPart& part, const Levels& levels, std::size_t tile, const std::int16_t* numbers,
-                         const std::int32_t* start, const float* step, const float* shared, const float* factor,
-                         float* logits, std::size_t stride) {
+  [[gnu::always_inline]] static void score_rows(const CodedPart& part, const Levels& levels, std::size_t tile,
+                                                const std::int16_t* numbers, const std::int32_t* start,
+                                                const float* step, const float* shared, const float* factor,
+                                                float* logits, std::size_t stride) {
     const __m256 most = _mm256_set1_ps(3.402823466e38f), least = _mm256_set1_ps(-3.402823466e38f);
     __m256i sums[R][2];
     multiply_run<R>(levels, part.dim / 16, numbers, part.dim, start, sums);
+    TURBOQUANT_UNROLL
     for (std::size_t h = 0; h < 2; ++h) {
       const __m256 scales = widen8(part.scales + tile * 16 + h * 8);
+      TURBOQUANT_UNROLL
       for (std::size_t r = 0; r < R; ++r) {
         const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(step[r]), scales);
         __m256 x = _mm256_add_ps(_mm256_mul_ps(scale, _mm256_cvtepi32_ps(sums[r][h])), _mm256_set1_ps(shared[r]));
@@ -448,13 +464,16 @@ struct Avx2Products : Avx2Encoders<V> {
 
   // One group of 16 coordinates. numbers: [R][kMaxPage].
   template <std::size_t R, class Levels>
-  static void accumulate_rows(const Levels& levels, std::size_t fragments, const std::int16_t* numbers,
-                              const std::int32_t* start, const WeightSums* rows, const float* center, float* out,
-                              std::size_t out_stride) {
+  [[gnu::always_inline]] static void accumulate_rows(const Levels& levels, std::size_t fragments,
+                                                     const std::int16_t* numbers, const std::int32_t* start,
+                                                     const WeightSums* rows, const float* center, float* out,
+                                                     std::size_t out_stride) {
     __m256i sums[R][2];
     multiply_run<R>(levels, fragments, numbers, kMaxPage, start, sums);
+    TURBOQUANT_UNROLL
     for (std::size_t r = 0; r < R; ++r) {
       if (!(rows[r].probability > 0)) continue;
+      TURBOQUANT_UNROLL
       for (std::size_t h = 0; h < 2; ++h) {
         float* to = out + r * out_stride + h * 8;
         const __m256 codes_part = _mm256_mul_ps(_mm256_set1_ps(rows[r].coefficient), _mm256_cvtepi32_ps(sums[r][h]));
@@ -471,14 +490,17 @@ struct Avx2Products : Avx2Encoders<V> {
   template <std::size_t N>
   [[gnu::always_inline]] static void dot_rows(const float* a, const float* b, std::size_t dim, float* dots) {
     __m256 low[N], high[N];
+    TURBOQUANT_UNROLL
     for (std::size_t n = 0; n < N; ++n) low[n] = high[n] = _mm256_setzero_ps();
     for (std::size_t i = 0; i < dim; i += 16) {
       const __m256 first = _mm256_loadu_ps(a + i), second = _mm256_loadu_ps(a + i + 8);
+      TURBOQUANT_UNROLL
       for (std::size_t n = 0; n < N; ++n) {
         low[n] = _mm256_add_ps(low[n], _mm256_mul_ps(first, _mm256_loadu_ps(b + n * dim + i)));
         high[n] = _mm256_add_ps(high[n], _mm256_mul_ps(second, _mm256_loadu_ps(b + n * dim + i + 8)));
       }
     }
+    TURBOQUANT_UNROLL
     for (std::size_t n = 0; n < N; ++n) dots[n] = tree(low[n], high[n]);
   }
   static float dot(const float* a, const float* b, std::size_t dim) {
