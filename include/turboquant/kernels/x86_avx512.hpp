@@ -73,30 +73,38 @@ struct Avx512Reader<V, LevelCodes<B>, kOffset> : Avx512Loads<V> {
   }
 
   void read(const std::uint8_t* fragment, const std::uint8_t*, __m512i (&levels)[4]) const {
-    if constexpr (B == 8) {
-      const __m512i offset = _mm512_set1_epi8(static_cast<char>(kOffset));
-      for (std::size_t s = 0; s < 4; ++s) levels[s] = _mm512_add_epi8(load512(fragment + 64 * s), offset);
-    } else if constexpr (B == 4) {
+    if constexpr (B == 4) {
       const __m512i first = load512(fragment), second = load512(fragment + 64);
       levels[0] = _mm512_permutexvar_epi8(first, table);
       levels[1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(first, 4), table);
       levels[2] = _mm512_permutexvar_epi8(second, table);
       levels[3] = _mm512_permutexvar_epi8(_mm512_srli_epi16(second, 4), table);
-    } else if constexpr (B == 1) {
-      for (std::size_t s = 0; s < 4; ++s) levels[s] = _mm512_mask_blend_epi8(mask(fragment + 8 * s), table, upper);
     } else {
-      const __m512i all = load512(fragment);
-      const __m512i fields[4] = {all, _mm512_srli_epi16(all, 2), _mm512_srli_epi16(all, 4), _mm512_srli_epi16(all, 6)};
-      for (std::size_t s = 0; s < 4; ++s) {
-        levels[s] = _mm512_permutexvar_epi8(fields[s], table);
-        if constexpr (B == 3) {
-          levels[s] = _mm512_mask_permutexvar_epi8(levels[s], mask(fragment + 64 + 8 * s), fields[s], upper);
-        }
-      }
+      // No loop: at -O2 g++ would not unroll it, and keep levels in memory.
+      levels[0] = slot<0>(fragment);
+      levels[1] = slot<1>(fragment);
+      levels[2] = slot<2>(fragment);
+      levels[3] = slot<3>(fragment);
     }
   }
 
  private:
+  template <std::size_t kSlot>
+  __m512i slot(const std::uint8_t* fragment) const {
+    if constexpr (B == 8) {
+      return _mm512_add_epi8(load512(fragment + 64 * kSlot), _mm512_set1_epi8(static_cast<char>(kOffset)));
+    } else if constexpr (B == 1) {
+      return _mm512_mask_blend_epi8(mask(fragment + 8 * kSlot), table, upper);
+    } else {
+      const __m512i all = load512(fragment), fields = kSlot == 0 ? all : _mm512_srli_epi16(all, 2 * kSlot);
+      const __m512i levels = _mm512_permutexvar_epi8(fields, table);
+      if constexpr (B == 3) {
+        return _mm512_mask_permutexvar_epi8(levels, mask(fragment + 64 + 8 * kSlot), fields, upper);
+      } else {
+        return levels;
+      }
+    }
+  }
   static __mmask64 mask(const std::uint8_t* from) {
     std::uint64_t bits = 0;
     std::memcpy(&bits, from, sizeof bits);
@@ -428,6 +436,12 @@ struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
     }
   }
 
+  // g++ would keep old and new sums in registers of their own and copy them at the end of each fragment.
+  [[gnu::always_inline]] static __m512i settled(__m512i sum) {
+    __asm__("" : "+v"(sum));
+    return sum;
+  }
+
   // How far behind a byte of this part the same byte of the part that is read next lies; 0 without such a part: then
   // fetching asks for what is being read.
   static std::ptrdiff_t distance_to_next(const CodedPart& part) {
@@ -486,7 +500,7 @@ struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
         const __m512i four = _mm512_set1_epi32(load32(s.queries + kRow * part.dim + group * 16 + kSlot * 4));
         repeat<kTiles>([&](auto t) {
           __m512i& sum = sums[t.value][kRow][kSlot % kSums];
-          sum = _mm512_dpbusd_epi32(sum, levels[t.value][kSlot], four);
+          sum = settled(_mm512_dpbusd_epi32(sum, levels[t.value][kSlot], four));
         });
       });
     }
@@ -565,7 +579,7 @@ struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
         const __m512i four = _mm512_set1_epi32(load32(a.planes + kPlane * kMaxPage + tile * 16 + kSlot * 4));
         repeat<kGroups>([&](auto g) {
           __m512i& sum = sums[g.value][kPlane][kSlot % kSums];
-          sum = _mm512_dpbusd_epi32(sum, four, levels[g.value][kSlot]);
+          sum = settled(_mm512_dpbusd_epi32(sum, four, levels[g.value][kSlot]));
         });
       });
     }
