@@ -1,0 +1,144 @@
+// Kernels of each set called by themselves, against the portable ones. A set that this machine lacks is skipped.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "formats/formats.hpp"
+
+#include "cache/block.hpp"
+
+namespace {
+
+using namespace turboquant;
+using tests::Block;
+using tests::gaussian_block;
+
+// One set of kernels, and whether it fuses products with sums where the portable one need not.
+template <Isa kIsa, class KernelSet, bool kFuses>
+struct Set {
+  static constexpr Isa isa = kIsa;
+  using Kernels = KernelSet;
+  static constexpr bool fuses = kFuses;
+};
+
+template <class S>
+class PerSet : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!is_supported(S::isa)) GTEST_SKIP() << "this CPU has no " << to_string(S::isa) << ", or it is not built";
+  }
+  // Numbers that both sets round alike, or one of them once more than the other.
+  static void expect_same(float portable, float found) {
+    if (S::fuses) {
+      EXPECT_NEAR(portable, found, 1e-6F * std::fabs(portable));
+    } else {
+      EXPECT_EQ(portable, found);
+    }
+  }
+};
+using Sets = testing::Types<Set<Isa::portable, kernels::Portable, false>
+#if defined(TURBOQUANT_HAS_AVX2)
+                            ,
+                            Set<Isa::avx2, kernels::Avx2, false>
+#endif
+#if defined(TURBOQUANT_HAS_AVX512)
+                            ,
+                            Set<Isa::avx512, kernels::Avx512, true>
+#endif
+#if defined(TURBOQUANT_HAS_NEON)
+                            ,
+                            Set<Isa::neon, kernels::Neon, true>
+#endif
+                            >;
+struct SetNames {
+  template <class S>
+  static std::string GetName(int) {
+    return to_string(S::isa);
+  }
+};
+TYPED_TEST_SUITE(PerSet, Sets, SetNames);
+
+// A weight and a sum have their bits wherever the range begins and ends: results must not depend on how calls were
+// split.
+TYPED_TEST(PerSet, SoftmaxIsThePortableOneWhateverItsRange) {
+  using K = typename TypeParam::Kernels;
+  for (std::size_t round = 0; round < 400; ++round) {
+    const auto pick = [&](std::size_t k, std::size_t n) { return oracle::hash(round, k, 9) % n; };
+    const std::size_t begin = pick(1, 40), low = begin + pick(2, 20), high = low + 1 + pick(3, 190),
+                      end = high + pick(4, 6);
+    const Block logits = gaussian_block(round, 1, 1, 256, round % 3 == 0 ? 40 : 3);
+    Block a = logits, b = logits, c = logits;
+    kernels::SoftmaxState x{1.5F, round % 2 == 0 ? 2.0F : 0.0F}, y = x, z = x;
+    const float f = kernels::Portable::softmax_step(a.row(0), begin, end, low, high, x);
+    const float g = K::softmax_step(b.row(0), begin, end, low, high, y);
+    const float h = K::softmax_step(c.row(0), low, high, low, high, z);
+    EXPECT_EQ(x.largest, y.largest);
+    this->expect_same(f, g);
+    this->expect_same(x.sum, y.sum);
+    for (std::size_t t = 0; t < 256; ++t) {
+      SCOPED_TRACE(t);
+      if (t < begin || t >= end) {
+        EXPECT_EQ(logits.row(0)[t], b.row(0)[t]);
+      } else {
+        this->expect_same(a.row(0)[t], b.row(0)[t]);
+      }
+    }
+    EXPECT_EQ(g, h);
+    EXPECT_EQ(y.sum, z.sum) << round;
+    EXPECT_EQ(y.largest, z.largest);
+    for (std::size_t t = low; t < high; ++t) EXPECT_EQ(b.row(0)[t], c.row(0)[t]) << t;
+    // A part of the range, below a largest logit that no part changes.
+    b = logits, c = logits;
+    kernels::SoftmaxState whole{*std::max_element(b.row(0), b.row(0) + 256), 1}, part = whole;
+    const std::size_t middle = low + pick(5, high - low);
+    K::softmax_step(b.row(0), begin, end, low, high, whole);
+    K::softmax_step(c.row(0), begin, end, middle, high, part);
+    for (std::size_t t = middle; t < high; ++t) EXPECT_EQ(b.row(0)[t], c.row(0)[t]) << t;
+  }
+}
+
+TYPED_TEST(PerSet, WeightsAreThePortableOnes) {
+  for (std::size_t round = 0; round < 200; ++round) {
+    Block p = gaussian_block(round, 1, 1, 256);
+    const Block others = gaussian_block(round + 1000, 2, 1, 256);
+    std::vector<bfloat16> scales(256), zero_points(256);
+    for (std::size_t t = 0; t < 256; ++t) {
+      p.row(0)[t] = round == 0 ? 0 : std::exp(-std::fabs(p.row(0)[t]));
+      scales[t] = to_bfloat16(std::fabs(others.row(0)[t]));
+      zero_points[t] = to_bfloat16(others.row(1)[t]);
+    }
+    kernels::CodedPart part;
+    part.scales = scales.data();
+    if (round % 2 == 0) part.zero_points = zero_points.data();
+    const std::size_t begin = round % 7 * 16, end = begin + 16 + round % 9 * 16;
+    std::vector<std::int16_t> a(256), b(256);
+    const kernels::WeightSums x = kernels::Portable::weigh(part, p.row(0), begin, end, a.data()),
+                              y = TypeParam::Kernels::weigh(part, p.row(0), begin, end, b.data());
+    EXPECT_EQ(x.coefficient, y.coefficient);
+    EXPECT_EQ(x.probability, y.probability);
+    EXPECT_NEAR(x.zero_point, y.zero_point, TypeParam::fuses ? 1e-5F : 0);
+    for (std::size_t t = 0; t < 256; ++t) EXPECT_NEAR(a[t], b[t], TypeParam::fuses ? 1 : 0) << t;
+  }
+}
+
+TYPED_TEST(PerSet, RotationsHaveThePortableBits) {
+  using K = typename TypeParam::Kernels;
+  for (std::size_t dim = 32; dim <= 1024; dim += 16) {
+    if (!is_supported_dim(dim)) continue;
+    const Rotation rotation(dim, dim);
+    const kernels::RotationView view = detail::view_of(rotation);
+    const Block x = gaussian_block(dim, 1, 1, dim, dim % 3 == 0 ? 1e30 : 1);
+    Block a(1, 1, dim), b(1, 1, dim);
+    kernels::Portable::rotate(view, x.row(0), a.row(0));
+    K::rotate(view, x.row(0), b.row(0));
+    EXPECT_TRUE(tests::same_bits(a, b)) << dim;
+    kernels::Portable::rotate_back(view, x.row(0), a.row(0));
+    K::rotate_back(view, x.row(0), b.row(0));
+    EXPECT_TRUE(tests::same_bits(a, b)) << dim;
+  }
+}
+
+}  // namespace
