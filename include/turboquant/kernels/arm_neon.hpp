@@ -28,12 +28,11 @@
 namespace turboquant::kernels {
 
 /// The kernels of portable.hpp for 64-bit Arm with dot products: the same bytes where bytes are written, the same
-/// integers, and float sums of its order, with fused products. `V` is the vector of the translation unit's own target;
-/// see PortableKernels.
+/// integers, and float sums of its order, with fused products. See PortableKernels.
 ///
 /// What is not here is portable text that a compiler vectorises for any 64-bit Arm.
-template <class V>
-struct NeonKernels : NeonProducts<V> {
+template <class Unit>
+struct NeonKernels : NeonProducts<Unit> {
   static constexpr const char* name = "neon";
 
   // ---- rotation
@@ -244,11 +243,11 @@ struct NeonKernels : NeonProducts<V> {
   }
 
  private:
-  using Base = PortableKernels<V>;
+  using Base = PortableKernels<Unit>;
   using Trellis = PortableTrellis<NeonKernels>;
   friend Trellis;
   using Base::kMaxPage;
-  using Products = NeonProducts<V>;
+  using Products = NeonProducts<Unit>;
   using Products::kSums, Products::widen16, Products::tree;
 
   // In-place Walsh-Hadamard transform, butterflies of growing distance, as the portable one; two distances at a time.

@@ -155,8 +155,8 @@ struct NeonReader<TrellisCodes<B>> {
 /// register of 16: nothing is broadcast. The 16 lanes of a fragment are four registers of sums per plane of numbers;
 /// those of four planes, of one or two planes per row, stay in registers beside the levels. For more rows a run of
 /// fragments is unpacked once, to memory and as codes of width 8, and read from there.
-template <class V>
-struct NeonProducts : PortableKernels<V> {
+template <class Unit>
+struct NeonProducts : PortableKernels<Unit> {
   template <class Codes>
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                     const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor,
@@ -242,7 +242,7 @@ struct NeonProducts : PortableKernels<V> {
   }
 
  protected:
-  using Base = PortableKernels<V>;
+  using Base = PortableKernels<Unit>;
   using Base::kMaxPage, Base::kMaxRow;
 
   static constexpr std::size_t kSums = 4;  // planes of numbers whose sums, four registers each, stay in registers

@@ -17,12 +17,12 @@
 
 namespace turboquant::kernels {
 
-/// The kernels. `V` is the translation unit's own target; see unit_target.hpp. All functions are static, allocate
+/// The kernels. `Unit` is UnitTarget. All functions are static, allocate
 /// nothing and never throw. Pointers need the alignment of their type only. Bytes written by `center_rows`, `encode_*`
-/// and `pack` are the same for every V, compiler and optimisation level: element-wise IEEE operations in a fixed order,
-/// sums in double or in integers, and no float product that meets an addition unless it is exact.
-template <class V>
-struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>> {
+/// and `pack` are the same for every Unit, compiler and optimisation level: element-wise IEEE operations in a fixed
+/// order, sums in double or in integers, and no float product that meets an addition unless it is exact.
+template <class Unit>
+struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels<Unit>> {
   static constexpr const char* name = "portable";
 
   // ---- rotation
@@ -325,7 +325,7 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
   friend struct PortableTrellis<PortableKernels>;
   using PortableTrellis<PortableKernels>::unpack;
 
-  using Encoders = PortableEncoders<V>;
+  using Encoders = PortableEncoders<Unit>;
   using Encoders::exponent;
   using Encoders::final_scale;
   using Encoders::fragment_index;
@@ -335,7 +335,7 @@ struct PortableKernels : PortableEncoders<V>, PortableTrellis<PortableKernels<V>
   using Encoders::round_even;
   using Encoders::to_fixed;
 
-  static constexpr std::size_t kMaxPage = 256;  // tokens
+  static constexpr std::size_t kMaxPage = layout::kMaxPageTokens;
 
   // Makes the compiler forget what x holds, so that no float product stored there is fused with a later addition.
   static void forget(float* x) {

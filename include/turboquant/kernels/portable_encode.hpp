@@ -15,8 +15,9 @@
 
 namespace turboquant::kernels {
 
-/// The encoding kernels. What they write is the same for every V, compiler and optimisation level; see PortableKernels.
-template <class V>
+/// The encoding kernels. What they write is the same for every Unit, compiler and optimisation level; see
+/// PortableKernels.
+template <class Unit>
 struct PortableEncoders {
   /// Computes the mean of `count` rows, stores it in `bits` (8 or 16) per coordinate with one bf16 scale, and subtracts
   /// what was stored: rows[t][i] -= scale * center[i]. The product is exact (8 + 15 bits). rows: [count][dim]. Returns

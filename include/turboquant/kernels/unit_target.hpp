@@ -2,6 +2,12 @@
 // different flags share no symbol: a linker that kept one of two would give a CPU instructions that it does not have.
 #pragma once
 
+// Compilers that can be asked for instructions beyond the flags of the unit. Not g++ for Windows, which does not align
+// the vectors that it spills (GCC bug 54412).
+#if defined(__x86_64__) && defined(__GNUC__) && (defined(__clang__) || !defined(_WIN32))
+#define TURBOQUANT_MAKES_X86_KERNELS
+#endif
+
 namespace turboquant::kernels {
 
 /// One type per set of flags; never defined.

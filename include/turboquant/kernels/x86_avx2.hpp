@@ -5,7 +5,7 @@
 #include <turboquant/kernels/x86_avx2_encode.hpp>
 #include <turboquant/kernels/x86_avx2_score_accumulate.hpp>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(TURBOQUANT_MAKES_X86_KERNELS)
 #define TURBOQUANT_HAS_AVX2 1
 
 #include <immintrin.h>
@@ -27,9 +27,9 @@
 namespace turboquant::kernels {
 
 /// The kernels of portable.hpp for AVX2: the same bytes where bytes are written, and float sums of its order except in
-/// score_raw. `V` is the vector of the translation unit's own target; see PortableKernels.
-template <class V>
-struct Avx2Kernels : Avx2Products<V> {
+/// score_raw. See PortableKernels.
+template <class Unit>
+struct Avx2Kernels : Avx2Products<Unit> {
   static constexpr const char* name = "avx2";
 
   // ---- logits of the raw tail
@@ -165,9 +165,9 @@ struct Avx2Kernels : Avx2Products<V> {
   }
 
  private:
-  using Base = PortableKernels<V>;
+  using Base = PortableKernels<Unit>;
   using Base::kMaxPage, Base::kMaxRow;
-  using Products = Avx2Products<V>;
+  using Products = Avx2Products<Unit>;
   using Products::widen8, Products::tree;
 
   // to[0, 8 N) += the weighted sum of the rows [tokens][32]; tokens without weight are left out.

@@ -3,7 +3,7 @@
 
 #include <turboquant/kernels/portable.hpp>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(TURBOQUANT_MAKES_X86_KERNELS)
 
 #include <immintrin.h>
 
@@ -35,8 +35,8 @@ namespace turboquant::kernels {
 
 /// The rotating and encoding kernels of portable.hpp for AVX2: butterflies, the choice of levels and the path search by
 /// hand, the rest of the portable text compiled for this target.
-template <class V>
-struct Avx2Encoders : PortableKernels<V> {
+template <class Unit>
+struct Avx2Encoders : PortableKernels<Unit> {
   // ---- rotation
 
   [[gnu::flatten]] static void rotate(const RotationView& r, const float* in, float* out) {
@@ -213,7 +213,7 @@ struct Avx2Encoders : PortableKernels<V> {
   }
 
  protected:
-  using Base = PortableKernels<V>;
+  using Base = PortableKernels<Unit>;
   using Trellis = PortableTrellis<Avx2Encoders>;
   friend Trellis;
   using Fixed = typename Base::Fixed;

@@ -3,7 +3,7 @@
 
 #include <turboquant/kernels/x86_avx2_encode.hpp>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(TURBOQUANT_MAKES_X86_KERNELS)
 
 #include <immintrin.h>
 
@@ -27,10 +27,10 @@ namespace turboquant::kernels {
 // has the lanes 8 h to 8 h + 7, four bytes each. Its even and its odd bytes are two pairs of depths per lane, each for
 // one vpmaddwd: the pairs `even(k)` and `odd(k)` of (0, 2), (1, 3), (4, 6), (5, 7). That levels are unsigned saves a
 // shift; the sums are then too large by 128 times the sum of the numbers, and right modulo 2^32 once that is taken off.
-template <class V, class Codes>
+template <class Unit, class Codes>
 struct Avx2Reader;
 
-template <class V>
+template <class Unit>
 struct Avx2Plain {
   static constexpr std::size_t even(std::size_t k) { return 2 * k; }
   static constexpr std::size_t odd(std::size_t k) { return 2 * k + 1; }
@@ -38,9 +38,9 @@ struct Avx2Plain {
   static __m128i load16(const std::uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 };
 
-template <class V, unsigned B>
-struct Avx2Reader<V, LevelCodes<B>> : Avx2Plain<V> {
-  using Avx2Plain<V>::load;
+template <class Unit, unsigned B>
+struct Avx2Reader<Unit, LevelCodes<B>> : Avx2Plain<Unit> {
+  using Avx2Plain<Unit>::load;
   __m256i table;
 
   explicit Avx2Reader(const LevelCodes<B>& codes) {
@@ -95,9 +95,9 @@ struct Avx2Reader<V, LevelCodes<B>> : Avx2Plain<V> {
   }
 };
 
-template <class V, unsigned B>
-struct Avx2Reader<V, TrellisCodes<B>> : Avx2Plain<V> {
-  using Avx2Plain<V>::load, Avx2Plain<V>::load16;
+template <class Unit, unsigned B>
+struct Avx2Reader<Unit, TrellisCodes<B>> : Avx2Plain<Unit> {
+  using Avx2Plain<Unit>::load, Avx2Plain<Unit>::load16;
   __m256i first, second;  // A; and B + 128 with the sign of the index's fourth bit
 
   explicit Avx2Reader(const TrellisCodes<B>& codes) {
@@ -185,9 +185,9 @@ struct Avx2Reader<V, TrellisCodes<B>> : Avx2Plain<V> {
 };
 
 // A run of fragments that lie one behind the other: the groups of a tile of keys, or the tiles of a group of values.
-template <class V, class Codes>
+template <class Unit, class Codes>
 struct Avx2Run {
-  using Reader = Avx2Reader<V, Codes>;
+  using Reader = Avx2Reader<Unit, Codes>;
   const Reader& reader;
   const std::uint8_t* fragments;
   const std::uint8_t* history;  // of the first fragment; every other one continues the one before it
@@ -204,9 +204,9 @@ struct Avx2Run {
 };
 
 // The same, unpacked before, for more rows than share one reading.
-template <class V, class Codes>
+template <class Unit, class Codes>
 struct Avx2Unpacked {
-  using Reader = Avx2Reader<V, Codes>;
+  using Reader = Avx2Reader<Unit, Codes>;
   const std::uint8_t* bytes_of_run;  // aligned to 32
 
   template <std::size_t kUnit>
@@ -221,8 +221,8 @@ struct Avx2Unpacked {
 ///
 /// Levels are multiplied as int16: one vpmaddwd takes two of them per lane and two numbers of a query (both planes) or
 /// of weights (14 bits). Its sums are those of the lanes; those of four rows, two registers each, stay in registers.
-template <class V>
-struct Avx2Products : Avx2Encoders<V> {
+template <class Unit>
+struct Avx2Products : Avx2Encoders<Unit> {
   template <class Codes>
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                     const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor,
@@ -232,7 +232,7 @@ struct Avx2Products : Avx2Encoders<V> {
     alignas(32) float center[kMaxRow];
     decode_center8(part, center);
     const std::size_t groups = part.dim / 16, tile_bytes = groups * layout::fragment_bytes(Codes::bits);
-    const Avx2Reader<V, Codes> reader(codes);
+    const Avx2Reader<Unit, Codes> reader(codes);
     std::ptrdiff_t ahead = fetch_head(part);
     for (std::size_t first = row_begin; first < row_end; first += kBlock, ahead = 0) {
       const std::size_t rows = (std::min)(kBlock, row_end - first);
@@ -244,7 +244,7 @@ struct Avx2Products : Avx2Encoders<V> {
       }
       for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
         const std::uint8_t* fragments = part.fragments + tile * tile_bytes;
-        const Avx2Run<V, Codes> run{reader, fragments, fragments + tile_bytes - 16, ahead};
+        const Avx2Run<Unit, Codes> run{reader, fragments, fragments + tile_bytes - 16, ahead};
         for_rows(run, groups, rows, unpacked, [&](auto count, const auto& levels, std::size_t r) {
           score_rows<decltype(count)::value>(part, levels, tile, numbers + r * part.dim, start + r,
                                              block.step + first + r, shared + r, factor + first + r,
@@ -263,7 +263,7 @@ struct Avx2Products : Avx2Encoders<V> {
     alignas(32) float center[kMaxRow];
     decode_center8(part, center);
     const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16, count = tile_end - tile_begin;
-    const Avx2Reader<V, Codes> reader(codes);
+    const Avx2Reader<Unit, Codes> reader(codes);
     std::ptrdiff_t ahead = fetch_head(part);
     for (std::size_t first = 0; first < rows; first += kBlock, ahead = 0) {
       const std::size_t set = (std::min)(kBlock, rows - first);
@@ -277,7 +277,7 @@ struct Avx2Products : Avx2Encoders<V> {
         const std::uint8_t* fragments = part.fragments + index * layout::fragment_bytes(Codes::bits);
         const std::uint8_t* end =
             index != 0 ? fragments : part.fragments + tiles * groups * layout::fragment_bytes(Codes::bits);
-        const Avx2Run<V, Codes> run{reader, fragments, end - 16, ahead};
+        const Avx2Run<Unit, Codes> run{reader, fragments, end - 16, ahead};
         for_rows(run, count, set, unpacked, [&](auto row_count, const auto& levels, std::size_t r) {
           accumulate_rows<decltype(row_count)::value>(levels, count, numbers + r * kMaxPage, start + r,
                                                       sums + first + r, center + group * 16,
@@ -288,7 +288,7 @@ struct Avx2Products : Avx2Encoders<V> {
   }
 
  protected:
-  using Base = PortableKernels<V>;
+  using Base = PortableKernels<Unit>;
   using Base::kMaxPage, Base::kMaxRow;
   static constexpr std::size_t kRows = 4;    // whose sums stay in registers
   static constexpr std::size_t kBlock = 16;  // rows that share one unpacking
@@ -371,7 +371,7 @@ struct Avx2Products : Avx2Encoders<V> {
 
   // Calls body(Count<R>, levels, r) for sets of at most four of the rows. Many rows read an unpacked copy of the run.
   template <class Codes, class Body>
-  [[gnu::always_inline]] static void for_rows(const Avx2Run<V, Codes>& run, std::size_t fragments, std::size_t rows,
+  [[gnu::always_inline]] static void for_rows(const Avx2Run<Unit, Codes>& run, std::size_t fragments, std::size_t rows,
                                               std::uint8_t* unpacked, Body body) {
     const auto sets = [&](const auto& levels) {
       for (std::size_t r = 0; r < rows; r += kRows) {
@@ -396,7 +396,7 @@ struct Avx2Products : Avx2Encoders<V> {
       TURBOQUANT_UNROLL
       for (std::size_t k = 0; k < 4; ++k) _mm256_store_si256(to + 4 + k, bytes[k]);
     }
-    sets(Avx2Unpacked<V, Codes>{unpacked});
+    sets(Avx2Unpacked<Unit, Codes>{unpacked});
   }
 
   // g++ would add all products of a fragment as a tree, and spill most of them.

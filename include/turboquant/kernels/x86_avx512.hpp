@@ -5,7 +5,7 @@
 #include <turboquant/kernels/portable.hpp>
 #include <turboquant/kernels/x86_avx512_encode.hpp>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(TURBOQUANT_MAKES_X86_KERNELS)
 #define TURBOQUANT_HAS_AVX512 1
 
 #include <immintrin.h>
@@ -33,7 +33,7 @@
 namespace turboquant::kernels {
 
 // Of the unit's own target, as all that is defined here: units built with different flags share no symbol.
-template <class V>
+template <class Unit>
 struct Avx512Loads {
   static __m512i load512(const void* from) { return _mm512_loadu_si512(from); }
   static __m128i load128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
@@ -49,12 +49,12 @@ struct Avx512Loads {
 //
 // Byte permutes take six or seven bits of an index. Tables are repeated over the bits that do not belong to the code,
 // so that fields need no mask.
-template <class V, class Codes, int kOffset>
+template <class Unit, class Codes, int kOffset>
 struct Avx512Reader;
 
-template <class V, unsigned B, int kOffset>
-struct Avx512Reader<V, LevelCodes<B>, kOffset> : Avx512Loads<V> {
-  using Avx512Loads<V>::load32, Avx512Loads<V>::load128, Avx512Loads<V>::load512;
+template <class Unit, unsigned B, int kOffset>
+struct Avx512Reader<Unit, LevelCodes<B>, kOffset> : Avx512Loads<Unit> {
+  using Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load512;
 
   __m512i table, upper;  // the levels; at width 3 those without and with the third bit; at width 1 the two levels
 
@@ -112,9 +112,9 @@ struct Avx512Reader<V, LevelCodes<B>, kOffset> : Avx512Loads<V> {
   }
 };
 
-template <class V, unsigned B, int kOffset>
-struct Avx512Reader<V, TrellisCodes<B>, kOffset> : Avx512Loads<V> {
-  using Avx512Loads<V>::load128, Avx512Loads<V>::load512;
+template <class Unit, unsigned B, int kOffset>
+struct Avx512Reader<Unit, TrellisCodes<B>, kOffset> : Avx512Loads<Unit> {
+  using Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load512;
 
   __m512i lower, upper;  // A[w & 15] + B[w >> 4 & 7] + offset for the windows w modulo 128
 
@@ -182,14 +182,13 @@ struct Avx512Reader<V, TrellisCodes<B>, kOffset> : Avx512Loads<V> {
   }
 };
 
-/// The kernels of portable.hpp for AVX-512: the same bytes where bytes are written. `V` is the vector of the
-/// translation unit's own target; see PortableKernels.
+/// The kernels of portable.hpp for AVX-512: the same bytes where bytes are written. See PortableKernels.
 ///
 /// An unpacked slot is 64 levels, one operand of vpdpbusd, which multiplies unsigned by signed bytes. For keys levels +
 /// 128 are the unsigned ones, and sums begin at -128 times the sum of the query; for values the weights are, in two
 /// planes of seven bits. Enough sums are kept side by side to cover the latency of four cycles: eight or sixteen.
-template <class V>
-struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
+template <class Unit>
+struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
   static constexpr const char* name = "avx512";
 
   // ---- queries and logits
@@ -200,7 +199,7 @@ struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
                     float* logits, std::size_t stride) {
     alignas(64) float center[kMaxRow];
     if (part.center_bits != 0) decode_center(part, center);
-    const Avx512Reader<V, Codes, 128> reader(codes);
+    const Avx512Reader<Unit, Codes, 128> reader(codes);
     fetch_head(part);
     // A plane of a query is a row of its own until the end.
     const std::size_t planes = block.plane_count, most = 8 / planes;
@@ -300,7 +299,7 @@ struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
                          const WeightSums* sums, float* out, std::size_t out_stride) {
     alignas(64) float center[kMaxRow];
     decode_center(part, center);
-    const Avx512Reader<V, Codes, 0> reader(codes);
+    const Avx512Reader<Unit, Codes, 0> reader(codes);
     fetch_head(part);
     for (std::size_t first = 0; first < rows;) {
       std::size_t set = 8;
@@ -346,8 +345,8 @@ struct Avx512Kernels : Avx512Encoders<V>, Avx512Loads<V> {
   }
 
  private:
-  using Base = PortableKernels<V>;
-  using Avx512Loads<V>::load32, Avx512Loads<V>::load128;
+  using Base = PortableKernels<Unit>;
+  using Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128;
   using Base::kMaxPage;
   using Base::kMaxRow;
 
