@@ -152,6 +152,29 @@ TEST(Footprint, OfF16IsTwoBytesPerVisibleCoordinate) {
   EXPECT_EQ(turboquant_plan::f16_bytes(windowed, {1024}), 335'544'320U / 4);
 }
 
+TEST(Footprint, IsExactBeyondTwoToThe33CoordinatesOfALayer) {
+  CacheConfig config;
+  config.recent_tokens = config.rollback_tokens = 0;
+  config.layers = {LayerShape{.kv_heads = 8, .head_dim = 128, .format = 1}};
+  // Centre, scales and codes of 64 tokens, keys and values; and the scales of the centres.
+  constexpr std::uint64_t kPage = 8 * 2 * (128 + 2 * 64 + 64 * 128 / 2) + 64, kTile = 16 * 8 * 2 * 128 * 2;
+  Cache cache(config);
+  const SequenceId id = tests::new_sequence(cache);
+  ASSERT_EQ(append(cache, id, 64 + 5), Status::ok);
+  ASSERT_EQ(cache.memory().page_bytes, kPage);
+  ASSERT_EQ(cache.memory().tail_bytes, kTile);
+  for (const unsigned shift : {22U, 23U, 40U}) {  // 2^33, 2^34 and 2^51 coordinates
+    const std::uint64_t tokens = (std::uint64_t{1} << shift) + 5;
+    const Footprint one = footprint(config, {tokens}), three = footprint(config, {tokens, 3});
+    EXPECT_EQ(one.page_bytes, (tokens - 5) / 64 * kPage);
+    EXPECT_EQ(one.tail_bytes, kTile);
+    EXPECT_EQ(three.page_bytes, 3 * one.page_bytes);
+    EXPECT_EQ(turboquant_plan::f16_bytes(config.layers, {tokens}), tokens * 8 * 2 * 128 * 2);
+    EXPECT_GE(turboquant_plan::slab_bytes(config, {tokens}), one.bytes());
+    EXPECT_LE(turboquant_plan::slab_bytes(config, {tokens}), one.bytes() + one.bytes() / 30 + (std::uint64_t{2} << 21));
+  }
+}
+
 TEST(Footprint, StaysAtTheLargestNumber) {
   CacheConfig config;
   config.layers.assign(1000, LayerShape{.kv_heads = 65536, .head_dim = 1024});
