@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <type_traits>
 #include <vector>
 
 #include "cache/block.hpp"
+#include "cache/mirror.hpp"
 
 namespace tests {
 
@@ -77,6 +79,24 @@ inline Block repeated(const std::vector<float>& row, std::size_t tokens, std::si
   for (std::size_t r = 0; r < tokens * heads; ++r)
     std::copy(row.begin(), row.end(), block.numbers.begin() + static_cast<std::ptrdiff_t>(r * row.size()));
   return block;
+}
+
+/// 4-bit keys beside values with zero points.
+using TQ4Scalar = turboquant::Format<turboquant::PolarQuant<4>, turboquant::ScalarQuant<4>>;
+
+/// Inner product with a random direction: six of sigma = sqrt(D / d), D with the unbiased scale D / (1 - D).
+inline double six_sigma(unsigned bits, std::size_t dim) {
+  return 6 * std::sqrt(distortion_bound(bits) / static_cast<double>(dim));
+}
+
+/// Calls body(std::type_identity<F>, bits) for formats of every kind.
+template <class Body>
+void for_each_format(const Body& body) {
+  body(std::type_identity<turboquant::TQ2>{}, 2U);
+  body(std::type_identity<turboquant::TQ3>{}, 3U);
+  body(std::type_identity<turboquant::TQ4>{}, 4U);
+  body(std::type_identity<turboquant::TQ8>{}, 8U);
+  body(std::type_identity<TQ4Scalar>{}, 4U);
 }
 
 }  // namespace tests
