@@ -1,66 +1,18 @@
-// Files that are not what they should be: cut, damaged, forged, of another cache; sinks and memory that give out. Every
+// Files that are not what they should be: cut, damaged, forged, of another cache; sinks that give out. Every
 // one is refused, in words, and nothing has changed. Names like S01 are cases of public reports.
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <fstream>
 #include <functional>
-#include <new>
 #include <set>
 #include <string>
 #include <turboquant/cache/stream.hpp>
 #include <utility>
 #include <vector>
 
-#include "cache/block.hpp"
-#include "cache/counting_source.hpp"
-#include "cache/mixed_cache.hpp"
-#include "cache/saved_file.hpp"
-
-// Every allocation of the program is counted; those of the library, which do not throw, can be made to fail. Not
-// inlined: g++ would warn of a `free` for a `new`.
-namespace {
-std::atomic<std::size_t> allocated_bytes{0};
-std::atomic<std::ptrdiff_t> allocations_left{PTRDIFF_MAX};
-
-void* counted(std::size_t bytes, std::size_t alignment) noexcept {
-  allocated_bytes += bytes;
-  return std::aligned_alloc(alignment, turboquant::layout::round_up(bytes + 1, alignment));
-}
-void* counted_or_throw(std::size_t bytes, std::size_t alignment) {
-  void* memory = counted(bytes, alignment);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-void* counted_or_refused(std::size_t bytes, std::size_t alignment) noexcept {
-  return allocations_left.fetch_sub(1) <= 0 ? nullptr : counted(bytes, alignment);
-}
-}  // namespace
-
-#define NOT_INLINED [[gnu::noinline]]
-NOT_INLINED void* operator new(std::size_t bytes) { return counted_or_throw(bytes, 16); }
-NOT_INLINED void* operator new[](std::size_t bytes) { return counted_or_throw(bytes, 16); }
-NOT_INLINED void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  return counted_or_throw(bytes, static_cast<std::size_t>(alignment));
-}
-NOT_INLINED void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  return counted_or_refused(bytes, 16);
-}
-NOT_INLINED void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept {
-  return counted_or_refused(bytes, 16);
-}
-NOT_INLINED void* operator new(std::size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
-  return counted_or_refused(bytes, static_cast<std::size_t>(alignment));
-}
-NOT_INLINED void operator delete(void* memory) noexcept { std::free(memory); }
-NOT_INLINED void operator delete[](void* memory) noexcept { std::free(memory); }
-NOT_INLINED void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-NOT_INLINED void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
-NOT_INLINED void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-NOT_INLINED void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+#include "cache/damaged_file.hpp"
 
 namespace {
 
@@ -71,88 +23,6 @@ using turboquant::KVCache;
 using turboquant::LayerShape;
 using turboquant::SequenceId;
 using turboquant::Status;
-
-constexpr std::size_t kPatience = std::size_t{1} << 20;  // what a refusal may allocate beyond the true content
-
-/// A layer small enough to flip every bit: one head, 32 coordinates, 24 tokens, one page.
-CacheConfig small_config() {
-  CacheConfig config;
-  config.layers = {LayerShape{.kv_heads = 1, .head_dim = 32}};
-  config.page_tokens = 16;
-  config.recent_tokens = 4;
-  config.rollback_tokens = 2;
-  config.first_tokens = 2;
-  return config;
-}
-
-/// A file and the cache that it was saved from, with a second one to load into and a sequence there that must not
-/// notice anything.
-template <class Cache>
-struct Saved {
-  Cache from, to;
-  SequenceId id, bystander;
-  Bytes bytes;
-  std::vector<Section> sections;
-
-  explicit Saved(const CacheConfig& config, std::size_t tokens = 24)
-      : from(config), to(config), id(new_sequence(from)), bystander(new_sequence(to)) {
-    (void)append_all(from, id, 1, tokens);
-    (void)append_all(to, bystander, 50, 60);  // so that the pool has a slab of every class
-    MemorySink file;
-    EXPECT_OK(save(from, id, file.sink()));
-    bytes = file.bytes;
-    sections = sections_of(bytes, CacheAccess::core(from));
-    EXPECT_EQ(sections.back().begin + sections.back().size + 8, bytes.size());
-  }
-
-  Status load_bytes(const Bytes& from_bytes, std::size_t padding = 0) {
-    MemoryStream stream(from_bytes);
-    stream.padding = padding;
-    return load_stream(stream);
-  }
-  /// Loads; what is refused must leave no trace, what is accepted is released again.
-  Status load_stream(MemoryStream& stream) {
-    const turboquant::MemoryUse before = to.memory();
-    const SequenceId mark{123456, 7};
-    SequenceId created = mark;
-    const Status status = load(to, stream.source(), created);
-    EXPECT_EQ(status == Status::ok, !(created == mark));
-    if (status == Status::ok) {
-      exercise(created);
-      to.release(created);
-    }
-    const turboquant::MemoryUse after = to.memory();
-    EXPECT_EQ(before.page_bytes, after.page_bytes);
-    EXPECT_EQ(before.tail_bytes, after.tail_bytes);
-    EXPECT_EQ(to.length(bystander), 60U);
-    return status;
-  }
-  /// A sequence that was let in can be used, whatever it says.
-  void exercise(SequenceId created) {
-    for (std::size_t l = 0; l < to.config().layers.size(); ++l) {
-      const LayerShape& shape = to.config().layers[l];
-      (void)attend_only(to, l, created, gaussian_block(1, 1, 2 * shape.kv_heads, shape.head_dim));
-    }
-    MemorySink again;
-    (void)save(to, created, again.sink());
-  }
-  /// The file with one number replaced and all checksums right.
-  Bytes forged(std::size_t at, std::uint64_t number, std::size_t count = 8) const {
-    Bytes copy = bytes;
-    set_number(copy, at, number, count);
-    seal_sections(copy, sections);
-    return copy;
-  }
-  const Section& find(SectionKind kind, std::size_t layer = 0) const {
-    for (const Section& section : sections)
-      if (section.kind == kind && section.layer == layer) return section;
-    ADD_FAILURE() << "no such section";
-    return sections.front();
-  }
-};
-
-using Small = Saved<KVCache<turboquant::TQ4>>;
-using Mixed = Saved<MixedCache>;
 
 TEST(FileDamage, EveryTruncationIsRefused) {
   Small small(small_config());
@@ -362,67 +232,6 @@ TEST(FileDamage, CodebookHashesDifferAndArePinned) {
   EXPECT_EQ(hashes[1], levels);
 }
 
-TEST(FileDamage, S03ClaimsAreNotBelieved) {
-  Mixed file(mixed_config(), 70);
-  const std::uint64_t claims[] = {std::uint64_t{1} << 63,
-                                  (std::uint64_t{1} << 32) + 1,
-                                  ~std::uint64_t{0},
-                                  std::uint64_t{1} << 48,
-                                  (std::uint64_t{1} << 48) + 1,
-                                  0,
-                                  7,
-                                  71,
-                                  69};
-  std::vector<std::size_t> places;
-  for (std::size_t at = offset::page_tokens; at < offset::header_end; at += 8) places.push_back(at);
-  for (const Section& section : file.sections) {
-    if (section.kind == SectionKind::shape || section.kind == SectionKind::layer)
-      for (std::size_t at = 0; at < section.size; at += 8) places.push_back(section.begin + at);
-  }
-  // Nobody can say how many pages a window let go of, if it could have been so many.
-  const auto is_plausible = [&](std::size_t at, std::uint64_t claim) {
-    for (const Section& section : file.sections) {
-      if (section.kind != SectionKind::layer || at != section.begin + offset::dropped) continue;
-      const std::uint64_t gone = number_at(file.bytes, section.begin + offset::held_begin) - 3;
-      return claim <= gone && claim * 16 >= gone;
-    }
-    return false;
-  };
-  for (const std::size_t at : places)
-    for (const std::uint64_t claim : claims)
-      for (const std::size_t padding : {std::size_t{0}, std::size_t{1} << 30})
-        for (const bool sealed : {true, false}) {
-          if (number_at(file.bytes, at) == claim || is_plausible(at, claim)) continue;
-          Bytes bytes = file.bytes;
-          set_number(bytes, at, claim);
-          if (sealed) seal_sections(bytes, file.sections);
-          const std::size_t before = allocated_bytes;
-          MemoryStream stream(bytes);
-          stream.padding = padding;
-          SequenceId created;
-          const Status status = load(file.to, stream.source(), created);
-          ASSERT_TRUE(status == Status::corrupt_file || status == Status::format_mismatch) << at << ' ' << claim;
-          ASSERT_STRNE(status.field, "");
-          ASSERT_LT(allocated_bytes - before, 2 * bytes.size() + kPatience) << at << ' ' << claim;
-          ASSERT_LT(stream.read, bytes.size() + kPatience);
-          ASSERT_TRUE(created == SequenceId{});
-        }
-  // Span counts and spans of a page.
-  const Section& spans = file.find(SectionKind::spans);
-  for (const std::uint64_t claim : {0U, 2U, 16U, 17U, 0xffffffffU, 0x80000000U})
-    for (const std::size_t at : {spans.begin, spans.begin + 4, spans.begin + 8}) {
-      if (number_at(file.bytes, at, 4) == claim) continue;
-      EXPECT_STATUS(corrupt_file, file.load_bytes(file.forged(at, claim, 4)));
-    }
-  EXPECT_STATUS(corrupt_file, file.load_bytes(Bytes(file.bytes.begin(), file.bytes.begin() + 100)));
-  EXPECT_STATUS(format_mismatch, file.load_bytes(Bytes(100)));
-  // A file that somebody padded is read to its end, and no further.
-  MemoryStream padded(file.bytes);
-  padded.padding = std::size_t{1} << 30;
-  EXPECT_OK(file.load_stream(padded));
-  EXPECT_EQ(padded.read, file.bytes.size());
-}
-
 TEST(FileDamage, LayersThatContradictThemselvesAreRefusedByName) {
   struct Forgery {
     std::size_t at;
@@ -471,22 +280,6 @@ TEST(FileDamage, LayersThatContradictThemselvesAreRefusedByName) {
                                  {offset::dropped, 1, "dropped_entries"},
                                  {offset::pages, 1, "pages"}})
     expect(first, forgery);
-}
-
-TEST(FileDamage, HeaderClaimsOfAHugeCacheCostNothing) {
-  // The cache itself is configured for 2^40 raw rows; a short file that announces them gets no memory for them.
-  CacheConfig config = small_config();
-  config.recent_tokens = std::size_t{1} << 40;
-  Small file(config, 20);
-  for (const std::uint64_t length : {std::uint64_t{1} << 39, std::uint64_t{1} << 32, std::uint64_t{1} << 20}) {
-    const Bytes bytes = file.forged(offset::length, length);
-    const std::size_t before = allocated_bytes;
-    MemoryStream stream(bytes);
-    stream.padding = std::size_t{1} << 40;
-    SequenceId created;
-    EXPECT_STATUS(corrupt_file, load(file.to, stream.source(), created));
-    EXPECT_LT(allocated_bytes - before, kPatience);
-  }
 }
 
 TEST(FileDamage, S04LargeCountsStayLarge) {
@@ -557,72 +350,6 @@ TEST(FileDamage, SectionsInAnotherOrderAreRefused) {
                    bytes.begin() + static_cast<std::ptrdiff_t>(pages[0].begin + pages[0].size + 8),
                    bytes.begin() + static_cast<std::ptrdiff_t>(pages[1].begin));
   EXPECT_STATUS(corrupt_file, file.load_bytes(bytes));
-}
-
-TEST(FileDamage, MemoryThatGivesOutAnywhere) {
-  CountingSource memory;
-  CacheConfig config = mixed_config();
-  Mixed file(config, 70);
-  config.memory = memory.source();
-  // The slabs of the pool.
-  for (std::size_t allowed = 0;; ++allowed) {
-    MixedCache cache(config);
-    memory.allow(allowed);
-    MemoryStream stream(file.bytes);
-    SequenceId created;
-    const Status status = load(cache, stream.source(), created);
-    memory.allow(static_cast<std::size_t>(-1));
-    EXPECT_EQ(status == Status::ok, !(created == SequenceId{}));
-    if (status == Status::ok) {
-      EXPECT_GT(allowed, 5U);
-      break;
-    }
-    ASSERT_TRUE(status == Status::out_of_memory);
-    EXPECT_EQ(cache.memory().page_bytes + cache.memory().tail_bytes, 0U);
-  }
-  // Everything else the library allocates.
-  for (std::ptrdiff_t allowed = 0;; ++allowed) {
-    const turboquant::MemoryUse before = file.to.memory();
-    MemoryStream stream(file.bytes);
-    SequenceId created;
-    allocations_left = allowed;
-    const Status status = load(file.to, stream.source(), created);
-    allocations_left = PTRDIFF_MAX;
-    if (status == Status::ok) {
-      EXPECT_GT(allowed, 20);
-      break;
-    }
-    ASSERT_TRUE(status == Status::out_of_memory);
-    ASSERT_TRUE(created == SequenceId{});
-    ASSERT_EQ(file.to.memory().page_bytes, before.page_bytes);
-    ASSERT_EQ(file.to.memory().tail_bytes, before.tail_bytes);
-  }
-  for (std::ptrdiff_t allowed = 0;; ++allowed) {
-    MemorySink sink;
-    allocations_left = allowed;
-    const Status status = save(file.from, file.id, sink.sink());
-    allocations_left = PTRDIFF_MAX;
-    if (status == Status::ok) {
-      EXPECT_EQ(sink.bytes, file.bytes);
-      EXPECT_GT(allowed, 0);
-      break;
-    }
-    ASSERT_TRUE(status == Status::out_of_memory);
-  }
-}
-
-TEST(FileDamage, LoadingTakesTheMemoryOfItsContent) {
-  // 4,000 tokens in 2 MB: the sequence's blocks, one section and the tables, and not the file once more.
-  CacheConfig config = small_config();
-  config.layers = {LayerShape{.kv_heads = 4, .head_dim = 128}};
-  config.page_tokens = 64;
-  Small file(config, 4000);
-  KVCache<turboquant::TQ4> other(config);
-  const std::size_t before = allocated_bytes;
-  MemoryStream stream(file.bytes);
-  SequenceId created;
-  ASSERT_OK(load(other, stream.source(), created));
-  EXPECT_LT(allocated_bytes - before, file.bytes.size() + 2 * (std::size_t{1} << 21) + kPatience);
 }
 
 TEST(FileDamage, PagesAreCheckedLikeSequences) {

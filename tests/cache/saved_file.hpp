@@ -1,12 +1,16 @@
 // Saved bytes in memory: sinks and sources for them, and where the sections of a file lie, to patch them.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <turboquant/turboquant.hpp>
 #include <vector>
+
+#include "cache/block.hpp"
 
 namespace tests {
 
@@ -57,6 +61,23 @@ inline std::uint64_t number_at(const Bytes& bytes, std::size_t at, std::size_t c
 }
 inline void set_number(Bytes& bytes, std::size_t at, std::uint64_t number, std::size_t count = 8) {
   for (std::size_t i = 0; i < count; ++i) bytes[at + i] = static_cast<std::uint8_t>(number >> 8 * i);
+}
+
+/// The whole sequence as bytes.
+template <class Cache>
+Bytes saved(const Cache& cache, turboquant::SequenceId id) {
+  MemorySink file;
+  EXPECT_OK(save(cache, id, file.sink()));
+  return file.bytes;
+}
+/// The sequence of such bytes, all of which are read.
+template <class Cache>
+turboquant::SequenceId loaded(Cache& cache, const Bytes& bytes) {
+  MemoryStream stream(bytes);
+  turboquant::SequenceId id;
+  EXPECT_OK(load(cache, stream.source(), id));
+  EXPECT_EQ(stream.read, bytes.size());
+  return id;
 }
 
 enum class SectionKind { header, shape, layer, first_rows, tail_rows, spans, page };
