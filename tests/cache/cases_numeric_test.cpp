@@ -16,6 +16,7 @@
 #include "cache/block.hpp"
 #include "cache/coded_rows.hpp"
 #include "cache/mirror.hpp"
+#include "cache/sanitized.hpp"
 
 namespace {
 
@@ -258,7 +259,7 @@ template <class F>
 void n11(unsigned bits) {
   // A codebook for another spread shows in norms and distortion, at every size and scale.
   const double lloyd_max = bits == 3 ? 0.03455 : 0.0095;
-  constexpr std::size_t kRows = 600;
+  constexpr std::size_t kRows = kSanitized ? 150 : 600;
   for (const std::size_t dim : {64U, 80U, 96U, 128U, 256U}) {
     std::vector<double> ratios;
     for (const double scale : {1.0, 1e-3, 1e3}) {
@@ -291,7 +292,7 @@ TEST(NumericCases, N11_CodebookFitsTheRotationTq3) { n11<TQ3>(3); }
 TEST(NumericCases, N11_CodebookFitsTheRotationTq4) { n11<TQ4>(4); }
 
 TEST(NumericCases, N12_MoreBitsAreBetterForEverySeed) {
-  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+  for (std::uint64_t seed = 0; seed < (kSanitized ? 10 : 100); ++seed) {
     const Block rows = gaussian_block(100 + seed, 16, 1, 128);
     CacheConfig config = coded_config(1, 128, 0, 0);
     config.seed = seed;
@@ -312,7 +313,7 @@ void n14(unsigned bits) {
   (void)bits;
   for (const double t : {0.5, 0.8, 0.95}) {
     double sum = 0;
-    constexpr std::size_t kPairs = 2048;
+    constexpr std::size_t kPairs = kSanitized ? 512 : 2048;
     Block keys(kPairs, 1, 128), queries = gaussian_block(50, kPairs, 1, 128);
     const Block noise = gaussian_block(51, kPairs, 1, 128);
     for (std::size_t i = 0; i < keys.numbers.size(); ++i)
@@ -333,7 +334,7 @@ TEST(NumericCases, N14_CorrelatedPairsAreUnbiasedTq4) { n14<TQ4>(4); }
 TEST(NumericCases, N17_SparseKeysAtEveryHeadSize) {
   for (const std::uint32_t dim : {72U, 104U, 136U})
     EXPECT_NE(turboquant::why_invalid(coded_config(1, dim), 1), "") << dim;
-  constexpr std::size_t kQueries = 200, kKeys = 5 * kQueries;
+  constexpr std::size_t kQueries = kSanitized ? 100 : 200, kKeys = 5 * kQueries;
   std::vector<double> agreements;
   for (const std::size_t dim : {64U, 80U, 96U, 112U, 128U, 144U, 160U, 192U}) {
     Block keys(kKeys, 1, dim), queries(kQueries, 1, dim);
