@@ -13,7 +13,7 @@ namespace {
 
 using namespace tests;
 using turboquant::AttentionParams;
-using turboquant::CacheAccess;
+using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::LayerShape;

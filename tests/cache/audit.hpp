@@ -17,7 +17,7 @@ template <class Cache>
 testing::AssertionResult is_balanced(Cache& cache, std::span<const turboquant::SequenceId> ids,
                                      std::size_t foreign_pages = 0, std::size_t foreign_tiles = 0) {
   namespace detail = turboquant::detail;
-  auto& core = turboquant::CacheAccess::core(cache);
+  auto& core = turboquant::detail::CacheAccess::core(cache);
   const auto rounded = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
   std::map<unsigned, std::size_t> page_bytes, tile_bytes;  // by size class
   for (std::size_t l = 0; l < core.layer_count(); ++l) {

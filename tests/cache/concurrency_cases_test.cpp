@@ -103,9 +103,9 @@ std::uint64_t first_use() {
         const auto mix = [&hash](const unsigned char* bytes, std::size_t count) {
           for (std::size_t i = 0; i < count; ++i) hash = (hash ^ bytes[i]) * 1099511628211U;
         };
-        for (const auto& entry : turboquant::CacheAccess::core(cache).find(id)->layers[0].entries)
+        for (const auto& entry : turboquant::detail::CacheAccess::core(cache).find(id)->layers[0].entries)
           mix(reinterpret_cast<const unsigned char*>(entry.page->memory),
-              turboquant::CacheAccess::core(cache).layer(0).page.bytes);
+              turboquant::detail::CacheAccess::core(cache).layer(0).page.bytes);
         mix(reinterpret_cast<const unsigned char*>(outcome.out.row(0)), 32 * sizeof(float));
         hashes[thread] = hash;
       },
@@ -181,8 +181,8 @@ TEST(Concurrency, F07_APrefixIsHeldOrGone) {
   std::size_t page = 0, tile = 0;
   {
     Cache probe(config);
-    page = (turboquant::CacheAccess::core(probe).layer(0).page.bytes + 63) / 64 * 64;
-    tile = turboquant::CacheAccess::core(probe).layer(0).tile_bytes();
+    page = (turboquant::detail::CacheAccess::core(probe).layer(0).page.bytes + 63) / 64 * 64;
+    tile = turboquant::detail::CacheAccess::core(probe).layer(0).tile_bytes();
   }
   config.max_bytes = 4 * page + tile;
   const Block keys = keys_of(1, 0, 32), values = values_of(1, 0, 32), query = keys_of(9, 0, 1);

@@ -357,7 +357,7 @@ TEST(Concurrency, TheLastHolderOfATileWritesAfterTheOtherHasRead) {
     ASSERT_OK(append_only(cache, 0, alone, keys_of(1, 0, kPrefix), values_of(1, 0, kPrefix)));
     SequenceId second;
     ASSERT_OK(cache.fork(first, kPrefix, second));
-    const auto& state = turboquant::CacheAccess::core(cache).find(second)->layers[0];
+    const auto& state = turboquant::detail::CacheAccess::core(cache).find(second)->layers[0];
     const turboquant::detail::Block* tile = state.tail[state.tail.size() - 1];
     ASSERT_EQ(tile->references.load(), 2U);
     std::atomic<std::size_t> wrong{0};

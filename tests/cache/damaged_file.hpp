@@ -40,7 +40,7 @@ struct Saved {
     MemorySink file;
     EXPECT_OK(save(from, id, file.sink()));
     bytes = file.bytes;
-    sections = sections_of(bytes, turboquant::CacheAccess::core(from));
+    sections = sections_of(bytes, turboquant::detail::CacheAccess::core(from));
     EXPECT_EQ(sections.back().begin + sections.back().size + 8, bytes.size());
   }
 

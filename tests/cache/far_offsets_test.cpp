@@ -226,7 +226,7 @@ TEST(FarOffsets, HeadsOfALargePage) {
 TEST(FarOffsets, RowsOfALargeTile) {
   using turboquant::detail::Layer;
   const PageCodec<TQ4> codec({.kv_heads = 65536, .head_dim = 1024}, 16);
-  const Layer& layer = codec.layer();
+  const Layer& layer = turboquant::detail::CacheAccess::layer(codec);
   ASSERT_EQ(layer.tile_bytes(), 4 * kGiB);
   const SparseMemory memory(layer.tile_bytes());
   if (!memory) GTEST_SKIP() << "no address space of 4 GiB";

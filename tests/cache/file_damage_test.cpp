@@ -17,7 +17,7 @@
 namespace {
 
 using namespace tests;
-using turboquant::CacheAccess;
+using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::LayerShape;

@@ -10,7 +10,7 @@
 namespace {
 
 using namespace tests;
-using turboquant::CacheAccess;
+using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::LayerShape;
 using turboquant::SequenceId;

@@ -23,7 +23,7 @@
 namespace {
 
 using namespace tests;
-using turboquant::CacheAccess;
+using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::Format;
 using turboquant::KVCache;

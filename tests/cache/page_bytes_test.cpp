@@ -18,7 +18,7 @@ namespace {
 
 using namespace tests;
 using turboquant::BatchItem;
-using turboquant::CacheAccess;
+using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::Format;
 using turboquant::KVCache;

@@ -145,7 +145,7 @@ inline void seal_sections(Bytes& bytes, const std::vector<Section>& sections) {
 
 template <class Cache>
 void seal_sections(Bytes& bytes, const Cache& cache) {
-  seal_sections(bytes, sections_of(bytes, turboquant::CacheAccess::core(cache)));
+  seal_sections(bytes, sections_of(bytes, turboquant::detail::CacheAccess::core(cache)));
 }
 
 /// The sections of a saved page.

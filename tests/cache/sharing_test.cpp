@@ -51,7 +51,7 @@ namespace {
 
 using namespace tests;
 using turboquant::BatchItem;
-using turboquant::CacheAccess;
+using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::LayerShape;

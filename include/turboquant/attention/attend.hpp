@@ -18,7 +18,7 @@ namespace turboquant {
 template <class... F>
 Status plan(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> batch, const AttentionParams& params,
             AttentionPlan& plan) {
-  return PlanAccess::plan(CacheAccess::core(cache), layer, batch, params, plan);
+  return detail::PlanAccess::plan(detail::CacheAccess::core(cache), layer, batch, params, plan);
 }
 
 namespace detail {
@@ -155,7 +155,7 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
 template <class... F, class E = Serial>
 Status logits(const KVCache<F...>& cache, SequenceId sequence, std::size_t layer, ConstRows queries, float* out,
               E&& executor = {}) {
-  return detail::logits(CacheAccess::core(cache), sequence, layer, queries, out, executor);
+  return detail::logits(detail::CacheAccess::core(cache), sequence, layer, queries, out, executor);
 }
 
 }  // namespace turboquant

@@ -16,7 +16,7 @@ namespace turboquant {
 template <class F>
 Status plan_pages(const PageCodec<F>& codec, std::span<const PageItem> batch, const AttentionParams& params,
                   AttentionPlan& plan) {
-  return PlanAccess::plan_pages(codec.layer(), batch, params, plan);
+  return detail::PlanAccess::plan_pages(detail::CacheAccess::layer(codec), batch, params, plan);
 }
 
 /// Attention of all queries of a batch over pages that the caller owns: the same numbers as attend over a cache with

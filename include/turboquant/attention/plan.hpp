@@ -17,6 +17,8 @@
 namespace turboquant {
 namespace detail {
 
+struct PlanAccess;
+
 // A block that the plan holds until it commits, and where it came from.
 struct PlannedBlock {
   Block* block;
@@ -170,7 +172,7 @@ class AttentionPlan {
   }
 
  private:
-  friend struct PlanAccess;
+  friend struct detail::PlanAccess;
   using State = detail::PlanState;
   using PlannedItem = detail::PlannedItem;
 

@@ -12,11 +12,11 @@
 
 #include <turboquant/attention/plan.hpp>
 
-namespace turboquant {
+namespace turboquant::detail {
 
-/// Builds plans; for the functions of attention/attend.hpp.
+// Builds plans; for the functions of attention/attend.hpp and pages.hpp.
 struct PlanAccess {
-  static Status plan(detail::CacheCore& core, std::size_t layer_index, std::span<const BatchItem> batch,
+  static Status plan(CacheCore& core, std::size_t layer_index, std::span<const BatchItem> batch,
                      const AttentionParams& params, AttentionPlan& plan) noexcept {
     if (layer_index >= core.layer_count()) {
       if (plan.state_) plan.state_->drop();
@@ -34,12 +34,12 @@ struct PlanAccess {
   }
 
   // The same over pages that the caller owns: nothing is appended, nothing is held.
-  static Status plan_pages(const detail::Layer& layer, std::span<const PageItem> batch, const AttentionParams& params,
+  static Status plan_pages(const Layer& layer, std::span<const PageItem> batch, const AttentionParams& params,
                            AttentionPlan& plan) noexcept {
     Status status = begin(plan, layer, {layer.page_shape.tokens, 0, 0}, params, batch.size());
     if (status.code != Status::ok) return status;
     State& state = *plan.state_;
-    state.outside.reset(new (std::nothrow) detail::LayerState[batch.size()]);
+    state.outside.reset(new (std::nothrow) LayerState[batch.size()]);
     if (!state.outside) status = {Status::out_of_memory, "plan"};
     for (std::size_t i = 0; i < batch.size() && status == Status::ok; ++i) {
       status = of_item(i, add_pages(state, batch[i], i));
@@ -48,10 +48,9 @@ struct PlanAccess {
   }
 
  private:
-  using State = detail::PlanState;
-  using Item = detail::PlannedItem;
-  using Core = detail::CacheCore;
-  using CodingRule = detail::CodingRule;
+  using State = PlanState;
+  using Item = PlannedItem;
+  using Core = CacheCore;
 
   static constexpr std::size_t kSplitTokens = 1024;  // tokens per split of a long context
   static constexpr std::size_t kMostParts = 32;      // parts of a long context that run on their own
@@ -77,8 +76,8 @@ struct PlanAccess {
     return std::all_of(values.begin(), values.end(), [](float x) { return is_finite(x); });
   }
 
-  static Status begin(AttentionPlan& plan, const detail::Layer& layer, const CodingRule& rule,
-                      const AttentionParams& params, std::size_t items) noexcept {
+  static Status begin(AttentionPlan& plan, const Layer& layer, const CodingRule& rule, const AttentionParams& params,
+                      std::size_t items) noexcept {
     if (!plan.state_) plan.state_.reset(new (std::nothrow) State);
     if (!plan.state_) return {Status::out_of_memory, "plan"};
     State& state = *plan.state_;
@@ -99,7 +98,7 @@ struct PlanAccess {
   }
 
   static Status add_pages(State& state, const PageItem& from, std::size_t index) noexcept {
-    const detail::Layer& layer = *state.layer;
+    const Layer& layer = *state.layer;
     const Status rows = check_new_rows(layer.shape, from.keys, from.values);
     if (rows.code != Status::ok) return rows;
     Item planned{};
@@ -151,9 +150,9 @@ struct PlanAccess {
   static Status check_new_rows(const LayerShape& shape, const ConstRows& keys, const ConstRows& values) noexcept {
     if (keys.tokens != values.tokens) return Core::bad_shape("values.tokens", keys.tokens, values.tokens);
     if (keys.tokens == 0) return {};
-    const Status status = detail::check_rows(keys, detail::kKeyFields, shape.kv_heads, shape.head_dim);
+    const Status status = check_rows(keys, kKeyFields, shape.kv_heads, shape.head_dim);
     if (status.code != Status::ok) return status;
-    return detail::check_rows(values, detail::kValueFields, shape.kv_heads, shape.value_dim);
+    return check_rows(values, kValueFields, shape.kv_heads, shape.value_dim);
   }
 
   static Status check_queries(const State& state, Item& planned) noexcept {
@@ -166,9 +165,9 @@ struct PlanAccess {
     if (queries.heads == 0 || queries.heads % shape.kv_heads != 0) {
       return Core::bad_shape("queries.heads", shape.kv_heads, queries.heads);
     }
-    Status status = detail::check_rows(queries, detail::kQueryFields, queries.heads, shape.head_dim);
+    Status status = check_rows(queries, kQueryFields, queries.heads, shape.head_dim);
     if (status == Status::ok) {
-      status = detail::check_rows(ConstRows(item.out), detail::kOutFields, queries.heads, shape.value_dim);
+      status = check_rows(ConstRows(item.out), kOutFields, queries.heads, shape.value_dim);
     }
     if (status.code != Status::ok) return status;
     if (item.out.tokens != queries.tokens) return Core::bad_shape("out.tokens", queries.tokens, item.out.tokens);
@@ -184,7 +183,7 @@ struct PlanAccess {
   // Checks shapes, adds the item and, if it appends, marks its sequence.
   static Status add(State& state, std::size_t layer_index, const BatchItem& item, std::size_t index) noexcept {
     const LayerShape& shape = state.layer->shape;
-    detail::Sequence* sequence = state.core->find(item.sequence);
+    Sequence* sequence = state.core->find(item.sequence);
     if (sequence == nullptr) return {Status::unknown_sequence, "sequence", 0, Core::as_signed(index)};
     if (item.keys.tokens > 0 && sequence->is_planned()) {
       return {Status::bad_shape, sequence->pending == &state ? "sequence appears twice" : "pending plan"};
@@ -275,7 +274,7 @@ struct PlanAccess {
   }
 
   // The position of query 0, and that everything in front of the queries is there.
-  static Status place(const State& state, Item& planned, const detail::SequenceView& view) noexcept {
+  static Status place(const State& state, Item& planned, const SequenceView& view) noexcept {
     const std::size_t queries = planned.item.queries.tokens;
     planned.position = planned.item.position == npos
                            ? static_cast<std::ptrdiff_t>(view.after) - static_cast<std::ptrdiff_t>(queries)
@@ -303,7 +302,7 @@ struct PlanAccess {
 
   // Decides what each item encodes, stores and attends to, and takes the memory for it.
   static Status schedule(State& state) noexcept {
-    const detail::Layer& layer = *state.layer;
+    const Layer& layer = *state.layer;
     const CodingRule& rule = state.rule;
     state.split_entries = (std::max)(kSplitTokens / rule.page_tokens, std::size_t{1});
     for (Item& planned : state.items) {
@@ -326,7 +325,7 @@ struct PlanAccess {
       planned.merge_task = state.merge_tasks;
       const std::size_t queries = planned.item.queries.tokens;
       if (queries == 0) continue;
-      const detail::SequenceView view = AttentionPlan::view_of(state, planned);
+      const SequenceView view = AttentionPlan::view_of(state, planned);
       if (const Status status = place(state, planned, view); status.code != Status::ok) {
         return of_item(state, planned, status);
       }
@@ -358,14 +357,13 @@ struct PlanAccess {
       }
       state.rows_per_block = (std::max)(state.rows_per_block, block_rows);
     }
-    detail::Carver measure(nullptr);
+    Carver measure(nullptr);
     state.tree_levels = levels;
-    if (state.attend_tasks > 0) (void)detail::RowBlock::carve(layer, state.rows_per_block, levels, measure);
+    if (state.attend_tasks > 0) (void)RowBlock::carve(layer, state.rows_per_block, levels, measure);
     state.slot_bytes = layout::round_up(
         (std::max)(measure.used(), state.encode_tasks + state.ahead_tasks > 0 ? layer.encode_scratch_bytes() : 0),
-        detail::kCacheLine);
-    state.slot_count =
-        (std::min)((std::max)(state.attend_tasks + state.ahead_tasks, state.encode_tasks), detail::Slots::kMost);
+        kCacheLine);
+    state.slot_count = (std::min)((std::max)(state.attend_tasks + state.ahead_tasks, state.encode_tasks), Slots::kMost);
     state.slots.reset(state.slot_count);
     for (Item& planned : state.items) planned.partials += state.slot_bytes * state.slot_count;
     state.workspace_bytes = state.slot_bytes * state.slot_count + partial_bytes;
@@ -374,11 +372,11 @@ struct PlanAccess {
 
   // Pages and tiles of one appending item, and room in its tables.
   static Status schedule_append(State& state, Item& planned) noexcept {
-    const detail::Layer& layer = *state.layer;
+    const Layer& layer = *state.layer;
     const CodingRule& rule = state.rule;
-    detail::LayerState& old = *planned.state;
+    LayerState& old = *planned.state;
     const std::size_t first_tokens = old.first;
-    const auto keep = [](const Array<detail::Block*>& blocks, std::size_t begin, std::size_t rows) {
+    const auto keep = [](const Array<Block*>& blocks, std::size_t begin, std::size_t rows) {
       // Whole tiles stay; a partial one only if nobody else has it.
       const std::size_t whole = rows / 16;
       return rows % 16 != 0 && blocks[begin + whole]->is_exclusive() ? whole + 1 : whole;
@@ -386,7 +384,7 @@ struct PlanAccess {
     planned.coded_end = (std::max)(rule.coded(old.base, planned.after), planned.coded_end);
     const std::size_t ahead = old.coding.size(), numbered = state.core->pages_before_coding(old);
     planned.due = (planned.coded_end - old.coded_end()) / rule.page_tokens;
-    const std::size_t begun = detail::saturating_subtract(rule.pages_begun(old.base, planned.after), numbered);
+    const std::size_t begun = saturating_subtract(rule.pages_begun(old.base, planned.after), numbered);
     planned.listed = (std::max)({planned.due, begun, ahead});
     planned.pages = planned.listed - ahead;
     planned.open = ahead > 0 ? ahead - 1 : 0;
@@ -408,10 +406,8 @@ struct PlanAccess {
                              : keep(old.first_tiles, 0, planned.before);
     planned.first_tiles = layout::tile_count((std::min)(planned.after, first_tokens)) - planned.kept_first;
     planned.dropped_tail = (std::min)((planned.tail_begin - old.tail_begin) / 16, old.tail.size());
-    planned.kept_tail =
-        keep(old.tail, planned.dropped_tail, detail::saturating_subtract(planned.before, planned.tail_begin));
-    planned.tail_tiles =
-        layout::tile_count(detail::saturating_subtract(planned.after, planned.tail_begin)) - planned.kept_tail;
+    planned.kept_tail = keep(old.tail, planned.dropped_tail, saturating_subtract(planned.before, planned.tail_begin));
+    planned.tail_tiles = layout::tile_count(saturating_subtract(planned.after, planned.tail_begin)) - planned.kept_tail;
 
     const std::size_t count = planned.pages + planned.first_tiles + planned.tail_tiles;
     // The arrays grow geometrically: one token at a time must not copy a long table at every page.
@@ -424,7 +420,7 @@ struct PlanAccess {
     const auto acquire = [&](unsigned size_class, std::size_t n) {
       for (std::size_t i = 0; i < n; ++i) {
         bool from_reserve = false;
-        detail::Block* block = state.core->take(*planned.sequence, size_class, from_reserve);
+        Block* block = state.core->take(*planned.sequence, size_class, from_reserve);
         (void)state.blocks.push_back({block, size_class, from_reserve});  // null too: drop() counts them
         if (block == nullptr) return false;
       }
@@ -435,26 +431,26 @@ struct PlanAccess {
         acquire(layer.page_class, planned.pages) && acquire(layer.tile_class, planned.first_tiles + planned.tail_tiles);
     while (state.blocks.size() < planned.blocks + count) (void)state.blocks.push_back({nullptr, 0, false});
     if (!enough) return {Status::out_of_memory, "pages"};
-    for (detail::Block* page : old.coding) (void)state.pages.push_back(page);
+    for (Block* page : old.coding) (void)state.pages.push_back(page);
     for (std::size_t i = 0; i < planned.pages; ++i) {
-      detail::Block* page = state.blocks[planned.blocks + i].block;
+      Block* page = state.blocks[planned.blocks + i].block;
       layer.clear_padding(page->memory);
       (void)state.pages.push_back(page);
     }
-    state.encode_tasks += detail::saturating_subtract(planned.due, planned.open) * layer.units();
+    state.encode_tasks += saturating_subtract(planned.due, planned.open) * layer.units();
     state.ahead_tasks += AttentionPlan::ahead_tasks(layer, planned);
     state.store_tasks += AttentionPlan::written_tiles(planned, true) + AttentionPlan::written_tiles(planned, false);
     return {};
   }
 
   // A query that may see a token freed behind the window is refused.
-  static Status check_held(const State& state, const Item& planned, const detail::SequenceView& view) noexcept {
+  static Status check_held(const State& state, const Item& planned, const SequenceView& view) noexcept {
     const std::size_t held = planned.state->held_begin;
     if (planned.sequence == nullptr || held <= view.first_tokens) return {};
-    const detail::AttentionJob job = AttentionPlan::job_of(state, planned);
+    const AttentionJob job = AttentionPlan::job_of(state, planned);
     for (std::size_t query = 0; query < planned.item.queries.tokens; ++query) {
       const std::ptrdiff_t position = job.position_of(query);
-      const detail::RowRange range = job.range(position);
+      const RowRange range = job.range(position);
       if (range.coded_low < range.coded_high && range.coded_low < held) {
         return {Status::behind_window, "position", Core::as_signed(held + state.layer->shape.window) - 1, position};
       }
@@ -463,4 +459,4 @@ struct PlanAccess {
   }
 };
 
-}  // namespace turboquant
+}  // namespace turboquant::detail

@@ -11,6 +11,23 @@
 
 namespace turboquant {
 
+namespace detail {
+
+// Reaches what stands behind a cache and a page codec; for the functions of attention/attend.hpp, pages.hpp and of
+// files.
+struct CacheAccess {
+  template <class Cache>
+  static auto& core(Cache& cache) noexcept {
+    return cache.core_;
+  }
+  template <class Codec>
+  static const Layer& layer(const Codec& codec) noexcept {
+    return codec.layer_;
+  }
+};
+
+}  // namespace detail
+
 /// The KV cache of a model. Each layer has one of the formats F... (LayerShape::format).
 ///
 /// Tokens are appended by `attend` (attention/attend.hpp). A call that fails changes nothing and says why. Calls on
@@ -95,21 +112,9 @@ class KVCache {
   MemoryUse memory() const noexcept { return core_.memory(); }
 
  private:
-  friend struct CacheAccess;
+  friend struct detail::CacheAccess;
   Isa isa_;
   detail::CacheCore core_;
-};
-
-/// Reaches the container behind a cache; for the functions of attention/attend.hpp.
-struct CacheAccess {
-  template <class... F>
-  static detail::CacheCore& core(KVCache<F...>& cache) noexcept {
-    return cache.core_;
-  }
-  template <class... F>
-  static const detail::CacheCore& core(const KVCache<F...>& cache) noexcept {
-    return cache.core_;
-  }
 };
 
 }  // namespace turboquant

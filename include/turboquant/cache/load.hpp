@@ -299,7 +299,7 @@ inline Status load_page(CacheCore& core, SequenceId id, std::size_t index, const
 /// `field` is the place, `found` the byte), out_of_memory, io_error (no source).
 template <class... F>
 Status load(KVCache<F...>& cache, ByteSource source, SequenceId& created) {
-  return detail::load(CacheAccess::core(cache), source, created);
+  return detail::load(detail::CacheAccess::core(cache), source, created);
 }
 
 /// Appends the tokens of a saved page to one layer, as codes; page counting starts anew behind them. The layer must
@@ -308,7 +308,7 @@ Status load(KVCache<F...>& cache, ByteSource source, SequenceId& created) {
 /// Errors: unknown_sequence, bad_layer, bad_shape (raw rows), out_of_memory, and those of `load`.
 template <class... F>
 Status load_page(KVCache<F...>& cache, SequenceId sequence, std::size_t layer, ByteSource source) {
-  return detail::load_page(CacheAccess::core(cache), sequence, layer, source);
+  return detail::load_page(detail::CacheAccess::core(cache), sequence, layer, source);
 }
 
 }  // namespace turboquant

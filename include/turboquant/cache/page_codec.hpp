@@ -14,6 +14,10 @@
 
 namespace turboquant {
 
+namespace detail {
+struct CacheAccess;
+}
+
 /// Codes the tokens of one layer into pages whose memory the caller owns; attend_pages (attention/pages.hpp) reads
 /// them. A page is plain bytes, the same as those of a KVCache with this shape, page size and seed: it may be copied,
 /// moved, shared and sent to another machine, and lies at a multiple of 64 bytes when it is read or written. Pages are
@@ -98,10 +102,9 @@ class PageCodec {
     return {};
   }
 
-  /// For attend_pages.
-  const detail::Layer& layer() const noexcept { return layer_; }
-
  private:
+  friend struct detail::CacheAccess;
+
   static Status bad_shape(const char* field, std::size_t expected, std::size_t found) noexcept {
     return {Status::bad_shape, field, static_cast<std::int64_t>(expected), static_cast<std::int64_t>(found)};
   }

@@ -162,7 +162,7 @@ inline Status save_page(const CacheCore& core, SequenceId id, std::size_t index,
 /// format_mismatch (a big-endian machine).
 template <class... F>
 Status save(const KVCache<F...>& cache, SequenceId sequence, ByteSink sink) {
-  return detail::save(CacheAccess::core(cache), sequence, sink);
+  return detail::save(detail::CacheAccess::core(cache), sequence, sink);
 }
 
 /// Writes the codes of one layer from `position` to the end of their page, for `load_page`; their number to `tokens`.
@@ -171,7 +171,7 @@ Status save(const KVCache<F...>& cache, SequenceId sequence, ByteSink sink) {
 template <class... F>
 Status save_page(const KVCache<F...>& cache, SequenceId sequence, std::size_t layer, std::size_t position,
                  ByteSink sink, std::size_t* tokens = nullptr) {
-  return detail::save_page(CacheAccess::core(cache), sequence, layer, position, sink, tokens);
+  return detail::save_page(detail::CacheAccess::core(cache), sequence, layer, position, sink, tokens);
 }
 
 }  // namespace turboquant
