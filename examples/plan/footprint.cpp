@@ -142,8 +142,8 @@ uint64_t slab_bytes(const CacheConfig& config, const Load& load) {
   constexpr uint64_t kSlabBytes = uint64_t{1} << 21;
   uint64_t sum = 0;
   for (const BlockClass& blocks : most) {
-    const uint64_t slab = (std::max)(kSlabBytes, blocks.bytes);
-    sum = plus(sum, times(divided_up(blocks.count, slab / blocks.bytes), slab));
+    const uint64_t per_slab = divided_up(kSlabBytes, blocks.bytes);
+    sum = plus(sum, times(divided_up(blocks.count, per_slab), per_slab * blocks.bytes));
   }
   return sum;
 }

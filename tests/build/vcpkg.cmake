@@ -1,4 +1,4 @@
-# cmake -D ROOT=<repository> -D VERSION=... -D DESCRIPTION=... -D LINKED=<what the target links, with commas> -D BUILD=<folder>
+# cmake -D ROOT=<repository> -D VERSION=... -D DESCRIPTION=... -D BUILD=<folder>
 # -D GENERATOR=... -D CXX=<compiler> -P vcpkg.cmake: the port in cmake/packaging/vcpkg says of the project what is so, and
 # its steps, with functions that stand for those of vcpkg, install the package where it looks for it.
 cmake_minimum_required(VERSION 3.25)
@@ -34,9 +34,7 @@ foreach(i RANGE ${last})
     list(APPEND dependencies ${dependency})
   endif()
 endforeach()
-string(REPLACE "," ";" LINKED "${LINKED}")
-list(TRANSFORM LINKED REPLACE "^turboquant::" "")
-expect(dependencies "${LINKED}" "${dependencies}")
+expect(dependencies "" "${dependencies}")
 expect("tools of the build" "vcpkg-cmake;vcpkg-cmake-config" "${tools}")
 
 function(run)
