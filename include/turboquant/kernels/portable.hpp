@@ -117,8 +117,11 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
     const float range = block.plane_count == 1 ? 127.0f : 16319.0f;  // 128 * 127 + 63
     block.step[r] = largest / range;
     const float inverse = largest > 0 ? range / largest : 0.0f;
+    float scaled[kMaxRow];
+    for (std::size_t i = 0; i < block.dim; ++i) scaled[i] = rotated[i] * inverse;
+    forget(scaled);  // rounding begins with an addition
     for (std::size_t i = 0; i < block.dim; ++i) {
-      const std::int32_t level = round_even(rotated[i] * inverse);
+      const std::int32_t level = round_even(scaled[i]);
       if (block.plane_count == 1) {
         planes[i] = static_cast<std::int8_t>((std::min)((std::max)(level, -127), 127));
       } else {
