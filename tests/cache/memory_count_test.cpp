@@ -108,6 +108,7 @@ TEST(MemoryCount, SlabsAreMadeToMeasure) {
   for (int page = 0; page < 24; ++page) ASSERT_OK(append_only(cache, 0, id, rows, rows));
   const MemoryUse use = cache.memory();
   EXPECT_GT(use.page_bytes / 24, kSlab / 2);  // two of them are more than kSlab
+  // Of pages and of tiles one slab that is not full, each smaller than two of the smallest.
   EXPECT_LE(use.slab_bytes, use.page_bytes + use.tail_bytes + 2 * kSlab * 2);
 }
 
