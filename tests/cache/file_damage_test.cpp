@@ -17,12 +17,12 @@
 namespace {
 
 using namespace tests;
-using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::LayerShape;
 using turboquant::SequenceId;
 using turboquant::Status;
+using turboquant::detail::CacheAccess;
 
 TEST(FileDamage, EveryTruncationIsRefused) {
   Small small(small_config());
@@ -269,7 +269,7 @@ TEST(FileDamage, LayersThatContradictThemselvesAreRefusedByName) {
                                  {offset::held_begin, 66, "held_begin"},
                                  {offset::dropped, 0, "dropped_entries"},
                                  {offset::dropped, 2, "dropped_entries"},
-                                 {offset::dropped, 49, "dropped_entries"},
+                                 {offset::dropped, turboquant::kMostTokens + 1, "dropped_entries"},
                                  {offset::held_begin, 34, "pages"}})
     expect(windowed, forgery);
   // A sequence of first tokens only has nothing else.

@@ -23,7 +23,6 @@
 namespace {
 
 using namespace tests;
-using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::Format;
 using turboquant::KVCache;
@@ -33,6 +32,7 @@ using turboquant::ScalarQuant;
 using turboquant::SequenceId;
 using turboquant::Status;
 using turboquant::TrellisQuant;
+using turboquant::detail::CacheAccess;
 
 TEST(File, EverySequenceGoesOnAsItWouldHave) {
   std::size_t erased_pages = 0, windowed = 0, deep = 0;
@@ -333,6 +333,30 @@ TEST(File, ASealBehindAWindowThatIsShorterThanTheRawTail) {
   ASSERT_OK(read_rows(here, id, 0, 32, 57, keys, values));
   ASSERT_OK(read_rows(there, copy, 0, 32, 57, copied_keys, copied_values));
   EXPECT_TRUE(same_bits(keys, copied_keys) && same_bits(values, copied_values));
+}
+
+TEST(File, AnErasureOfMoreThanTheWindowLeft) {
+  // Six pages are let go of, and then most of their tokens, or all, are erased: fewer positions than pages.
+  CacheConfig config;
+  config.layers = {LayerShape{.kv_heads = 1, .head_dim = 32, .window = 24}};
+  config.page_tokens = config.recent_tokens = 16;
+  config.rollback_tokens = 8;
+  using Cache = KVCache<turboquant::TQ4>;
+  for (const std::size_t end : {91U, 96U, 110U}) {
+    SCOPED_TRACE(end);
+    Cache here(config), there(config);
+    const SequenceId id = new_sequence(here);
+    ASSERT_OK(append_only(here, 0, id, gaussian_block(1, 130, 1, 32), gaussian_block(2, 130, 1, 32)));
+    ASSERT_OK(here.erase(id, 0, end));
+    const auto& state = CacheAccess::core(here).find(id)->layers[0];
+    ASSERT_GT(state.dropped_entries, state.held_begin);
+    const Bytes bytes = saved(here, id);
+    const SequenceId copy = loaded(there, bytes);
+    EXPECT_EQ(saved(there, copy), bytes);
+    const Block more = gaussian_block(3, 50, 1, 32), queries = gaussian_block(4, 50, 2, 32);
+    EXPECT_TRUE(
+        same_bits(attend_one(here, 0, id, more, more, queries), attend_one(there, 0, copy, more, more, queries)));
+  }
 }
 
 TEST(File, DroppedTokensLeaveNoTraceInLevelCodes) {

@@ -208,8 +208,9 @@ inline const char* find_bad_layer(const CacheCore& core, const Layer& layer, std
     return "held_begin";
   }
   if (held > first && layer.shape.window == 0) return "held_begin";
-  // Each held at least one token and at most a page of them.
-  if (numbers.dropped_entries > held - first || numbers.dropped_entries * rule.page_tokens < held - first) {
+  if (numbers.dropped_entries != 0 && layer.shape.window == 0) return "dropped_entries";
+  // Each held at most a page of tokens. All of these may have been erased since, and entries keep their numbers.
+  if (numbers.dropped_entries > kMostTokens || numbers.dropped_entries * rule.page_tokens < held - first) {
     return "dropped_entries";
   }
   return numbers.pages > length ? "pages" : nullptr;
