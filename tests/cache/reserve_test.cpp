@@ -149,6 +149,23 @@ TEST(Reserve, EndsWithItsTokens) {
   EXPECT_EQ(live(reserved), live(plain));
 }
 
+// And with them its promise: a truncation after that gives blocks to the pool, not to a reserve for nothing.
+TEST(Reserve, IsOverWhenItsTokensHaveCome) {
+  const Tokens tokens(400);
+  Cache reserved(small_pages()), plain(small_pages());
+  SequenceId a, b;
+  ASSERT_EQ(reserved.create_sequence(a), Status::ok);
+  ASSERT_EQ(plain.create_sequence(b), Status::ok);
+  ASSERT_EQ(reserved.reserve(a, 300), Status::ok);
+  ASSERT_EQ(append(reserved, tokens, a, 0, 300), Status::ok);
+  ASSERT_EQ(append(plain, tokens, b, 0, 300), Status::ok);
+  for (const std::size_t length : {290u, 100u, 0u}) {
+    ASSERT_EQ(reserved.truncate(a, length), Status::ok);
+    ASSERT_EQ(plain.truncate(b, length), Status::ok);
+    EXPECT_EQ(live(reserved), live(plain)) << length;
+  }
+}
+
 // A plan that only reads keeps its sequence from changing, too; reading beside it is allowed.
 TEST(PendingPlan, AReadingPlanRefusesChanges) {
   Cache cache(small_pages());

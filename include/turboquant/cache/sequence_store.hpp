@@ -89,11 +89,13 @@ class SequenceStore {
     }
   }
 
-  // Frees what is left of a reserve once all its tokens have come.
+  // Frees what is left of a reserve once all its tokens have come, and ends its promise: a later truncation has none to
+  // keep blocks for.
   void settle_reserve(Sequence& sequence) noexcept {
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       if (sequence.layers[l].length < sequence.layers[l].reserved_length) return;
     }
+    for (std::size_t l = 0; l < layers_.size(); ++l) sequence.layers[l].reserved_length = 0;
     for (unsigned c = 0; c < pool_.class_count(); ++c) {
       while (!sequence.reserved[c].empty()) release_last(sequence.reserved[c]);
     }
