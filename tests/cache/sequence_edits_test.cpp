@@ -311,6 +311,38 @@ TEST(KVCache, EraseOfWholeEntries) {
   EXPECT_TRUE(tests::same_bits(after_keys, keys[0].slice(0, 16)));
 }
 
+// The window has let go of codes whose rows are raw still; then so much is erased that these rows are the newest.
+TEST(KVCache, EraseBehindAWindowThatIsShorterThanTheRawTail) {
+  CacheConfig config = small_config();
+  config.layers[0].window = 9;
+  config.page_tokens = 32;
+  config.recent_tokens = 40;
+  for (const bool sealed : {false, true}) {
+    Cache cache(config), fresh(config);
+    const SequenceId id = new_sequence(cache), fresh_id = new_sequence(fresh);
+    ASSERT_OK(feed(cache, id, 1, 0, 77));
+    ASSERT_OK(cache.truncate(id, 70));  // the first page has been let go of, and is not read as codes yet
+    ASSERT_OK(cache.erase(id, 12, 59));
+    ASSERT_OK(feed(fresh, fresh_id, 1, 0, 12));
+    ASSERT_OK(feed(fresh, fresh_id, 1, 59, 70));
+    EXPECT_TRUE(same_bits(snapshot(cache, id), snapshot(fresh, fresh_id)));
+    if (sealed) {
+      ASSERT_OK(cache.seal(id));
+      ASSERT_OK(fresh.seal(fresh_id));
+    } else {
+      ASSERT_OK(cache.truncate(id, 15));
+      ASSERT_OK(fresh.truncate(fresh_id, 15));
+    }
+    for (std::size_t n = cache.length(id); n < 200; n += 5) {
+      ASSERT_OK(feed(cache, id, 2, n, n + 5));
+      ASSERT_OK(feed(fresh, fresh_id, 2, n, n + 5));
+      const Block query = queries_of(3, n, n + 1);
+      EXPECT_TRUE(same_bits(attend_only(cache, 0, id, query), attend_only(fresh, 0, fresh_id, query))) << n;
+      expect_same(cache.memory(), fresh.memory());
+    }
+  }
+}
+
 TEST(KVCache, F01_PermuteTruncateDuplicate) {
   Cache cache(small_config());
   std::array<SequenceId, 4> ids;

@@ -207,6 +207,12 @@ class SequenceStore {
       state.dropped_entries = 0;
     } else if (length >= state.base && coded >= state.tail_begin) {
       cut_entries(sequence, index, coded, codable);
+      if (changed != npos && state.held_begin > coded) {
+        // Codes that the window let go of are those of other tokens now; their rows are raw still, to be coded anew.
+        keep_coding(sequence, index, 0);
+        state.dropped_entries -= (state.held_begin - coded) / rule_.page_tokens;
+        state.held_begin = coded;
+      }
     } else {
       state.base = (std::min)(length, state.tail_begin);
       cut_entries(sequence, index, state.base, codable);
