@@ -66,7 +66,7 @@ cmake_path(ABSOLUTE_PATH BUILD)
 set(tree ${BUILD}/tree)
 set(options "")
 file(REMOVE_RECURSE ${tree}/include)
-file(COPY ${ROOT}/include ${ROOT}/cmake ${ROOT}/tests ${ROOT}/CMakeLists.txt DESTINATION ${tree})
+file(COPY ${ROOT}/include ${ROOT}/cmake ${ROOT}/docs ${ROOT}/tests ${ROOT}/CMakeLists.txt DESTINATION ${tree})
 
 if(CXX)
   list(APPEND options -D CMAKE_CXX_COMPILER=${CXX})
