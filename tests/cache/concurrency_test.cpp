@@ -131,7 +131,7 @@ TEST(Concurrency, SequencesComeAndGo) {
   EXPECT_EQ(cache.memory().page_bytes + cache.memory().tail_bytes, 0U);
 }
 
-// ---- the table of docs/engines.md: every pair of calls, on two sequences that share pages and tiles
+// ---- the table of docs/threads-and-memory.md: every pair of calls, on two sequences that share pages and tiles
 
 /// What a side of a pair has seen.
 struct Record {
@@ -275,10 +275,28 @@ class Side {
     look(loaded);
     cache_.release(loaded);
   }
+  void save_page() { (void)save_first_page(); }
+  void load_page() {
+    append(1);
+    record.check(cache_.seal(id_));  // a page goes behind codes only
+    std::istringstream file(save_first_page());
+    record.check(turboquant::load_page(cache_, id_, 0, turboquant::source_from(file)));
+    n_ += 16;
+    record.check(cache_.length(id_) == n_);
+    look();
+  }
 
   Record record;
 
  private:
+  std::string save_first_page() {
+    std::ostringstream file;
+    std::size_t tokens = 0;
+    record.check(turboquant::save_page(cache_, id_, 0, 3, turboquant::sink_to(file), &tokens));
+    record.check(tokens == 16);
+    add_bytes(file.str());
+    return file.str();
+  }
   void add_bytes(const std::string& bytes) {
     record.add(std::vector<float>{static_cast<float>(bytes.size()),
                                   static_cast<float>(std::hash<std::string>()(bytes) % 1000003)});
@@ -296,14 +314,16 @@ struct CallRow {
   void (Side::*run)();
 };
 constexpr CallRow kCalls[] = {
-    {"attend", &Side::attend}, {"attend only", &Side::look}, {"plan", &Side::plan},         {"create", &Side::create},
-    {"fork", &Side::fork},     {"release", &Side::release},  {"truncate", &Side::truncate}, {"erase", &Side::erase},
-    {"keep", &Side::keep},     {"seal", &Side::seal},        {"reserve", &Side::reserve},   {"read", &Side::read},
-    {"logits", &Side::logits}, {"memory", &Side::memory},    {"save", &Side::save},         {"load", &Side::load},
+    {"attend", &Side::attend},     {"attend only", &Side::look},    {"plan", &Side::plan},
+    {"create", &Side::create},     {"fork", &Side::fork},           {"release", &Side::release},
+    {"truncate", &Side::truncate}, {"erase", &Side::erase},         {"keep", &Side::keep},
+    {"seal", &Side::seal},         {"reserve", &Side::reserve},     {"read", &Side::read},
+    {"logits", &Side::logits},     {"memory", &Side::memory},       {"save", &Side::save},
+    {"load", &Side::load},         {"save_page", &Side::save_page}, {"load_page", &Side::load_page},
 };
 /// Those that are const on their sequence.
 constexpr bool is_const(const CallRow& call) {
-  for (const char* name : {"attend only", "read", "logits", "memory", "save"})
+  for (const char* name : {"attend only", "read", "logits", "memory", "save", "save_page"})
     if (std::string_view(call.name) == name) return true;
   return false;
 }
