@@ -137,8 +137,12 @@ size_t tq_message(tq_status status, char* text, size_t size) {
   if (status.code < TQ_BAD_ARGUMENT) name = tq::to_string(tq::Status::Code(status.code));
   const char* field = status.field != nullptr ? status.field : "";
   const bool numbers = status.expected != 0 || status.found != 0;
-  const char* form = numbers ? "%s: %s: expected %lld, found %lld" : *field != '\0' ? "%s: %s" : "%s";
-  const int length = std::snprintf(text, text != nullptr ? size : 0, form, name, field,
+  char item[32] = "";
+  if (status.code != TQ_OK && status.item >= 0) {
+    std::snprintf(item, sizeof item, ": item %lld", static_cast<long long>(status.item));
+  }
+  const char* form = numbers ? "%s%s: %s: expected %lld, found %lld" : *field != '\0' ? "%s%s: %s" : "%s%s";
+  const int length = std::snprintf(text, text != nullptr ? size : 0, form, name, item, field,
                                    static_cast<long long>(status.expected), static_cast<long long>(status.found));
   return length > 0 ? size_t(length) : 0;
 }

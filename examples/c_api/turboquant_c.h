@@ -53,7 +53,8 @@ typedef struct tq_status {
   int64_t item;            /* index of the item that was refused; -1: the call as a whole */
 } tq_status;
 
-/* The status in words, as snprintf: at most `size` bytes with the final zero; returns the length of the whole text. */
+/* The status in words, "bad_shape: item 2: keys.dim: expected 64, found 32", as snprintf: at most `size` bytes with the
+ * final zero; returns the length of the whole text. What does not apply is left out. */
 TURBOQUANT_C_API size_t tq_message(tq_status status, char* text, size_t size);
 
 /* Version of the library, "major.minor.patch". */

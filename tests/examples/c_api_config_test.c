@@ -257,6 +257,16 @@ static void check_configurations(void) {
   tq_cache_destroy(none);
 }
 
+/* The whole text of tq_message. */
+static void check_words(int line, tq_status status, const char* words) {
+  char text[80] = "";
+  const size_t length = tq_message(status, text, sizeof text);
+  if (length == strlen(words) && strcmp(text, words) == 0) return;
+  fprintf(stderr, "%s:%d: \"%s\" expected, found \"%s\"\n", __FILE__, line, words, text);
+  ++failures;
+}
+#define CHECK_WORDS(call, words) check_words(__LINE__, call, words)
+
 static void check_refusals(void) {
   setup with;
   init(&with);
@@ -297,10 +307,16 @@ static void check_refusals(void) {
   const tq_status status = tq_attend(cache, 0, &item, 1, NULL, NULL);
   CHECK_REFUSED(status, TQ_BAD_SHAPE, "keys.dim");
   CHECK(status.item == 0 && tq_attend(cache, 1, &item, 1, NULL, NULL).item == -1);
-  char text[64] = "", cut[10] = "";
-  const char* whole = "bad_shape: keys.dim: expected 64, found 32";
-  CHECK(tq_message(status, text, sizeof text) == strlen(whole) && strcmp(text, whole) == 0);
+  char cut[10] = "";
+  const char* whole = "bad_shape: item 0: keys.dim: expected 64, found 32";
+  CHECK_WORDS(status, whole);
   CHECK(tq_message(status, cut, sizeof cut) == strlen(whole) && strcmp(cut, "bad_shape") == 0);
+  tq_item pair[2] = {all_tokens(sequence), all_tokens(nobody)};
+  CHECK_WORDS(tq_attend(cache, 0, pair, 2, NULL, NULL), "unknown_sequence: item 1: sequence");
+  pair[1] = pair[0];
+  CHECK_WORDS(tq_attend(cache, 0, pair, 2, NULL, NULL), "bad_shape: item 1: sequence appears twice");
+  CHECK_WORDS(tq_attend(cache, 7, pair, 2, NULL, NULL), "bad_layer: layer: expected 1, found 7");
+  CHECK_WORDS(((tq_status){TQ_OK, NULL, 0, 0, 0}), "ok");
   item = all_tokens(sequence);
   item.keys.type = 256; /* no type, and f32 in its lowest byte */
   CHECK_REFUSED(tq_attend(cache, 0, &item, 1, NULL, NULL), TQ_BAD_SHAPE, "keys.type");

@@ -184,7 +184,7 @@ struct PlanAccess {
   static Status add(State& state, std::size_t layer_index, const BatchItem& item, std::size_t index) noexcept {
     const LayerShape& shape = state.layer->shape;
     Sequence* sequence = state.core->find(item.sequence);
-    if (sequence == nullptr) return {Status::unknown_sequence, "sequence", 0, Core::as_signed(index)};
+    if (sequence == nullptr) return {Status::unknown_sequence, "sequence"};
     if (item.keys.tokens > 0 && sequence->is_planned()) {
       return {Status::bad_shape, sequence->pending == &state ? "sequence appears twice" : "pending plan"};
     }
