@@ -32,7 +32,7 @@ struct CacheConfig {
   std::size_t page_tokens = 64;                                 ///< tokens per page: a multiple of 16, at most 256
   std::size_t recent_tokens = 64;    ///< at least so many of the newest tokens are read raw (bf16)
   std::size_t first_tokens = 0;      ///< so many of the first tokens stay raw for ever (attention sinks)
-  std::size_t rollback_tokens = 32;  ///< truncating by at most so many leaves no trace
+  std::size_t rollback_tokens = 32;  ///< truncating by at most so many below the longest length leaves no trace
   std::size_t max_bytes = 0;         ///< limit for live pages and tails together (MemoryUse::slab_bytes may be more);
                                      ///< 0: none
   std::uint64_t seed = 42;           ///< of the rotation; part of the meaning of the codes
