@@ -67,6 +67,21 @@ TEST(Reserve, ARefusedAppendGivesThePoolItsBlocksBack) {
   EXPECT_EQ(append(cache, tokens, other, 0, 48), Status::ok) << "and so starves another sequence";
 }
 
+TEST(Reserve, WhatCannotBeHadTakesNoTables) {
+  CacheConfig config = small_pages();
+  config.max_bytes = 1 << 16;
+  Cache cache(config);
+  SequenceId id;
+  ASSERT_EQ(cache.create_sequence(id), Status::ok);
+  const MemoryUse before = cache.memory();
+  for (const std::size_t tokens : {std::size_t{10000}, std::size_t{1} << 26, kMostTokens}) {
+    EXPECT_EQ(cache.reserve(id, tokens), Status::out_of_memory);
+    EXPECT_EQ(cache.memory().table_bytes, before.table_bytes) << tokens;
+    EXPECT_EQ(cache.memory().slab_bytes, before.slab_bytes) << tokens;
+  }
+  EXPECT_EQ(cache.reserve(id, 100), Status::ok);
+}
+
 TEST(Reserve, ADroppedPlanPutsReservedBlocksBack) {
   Cache cache(small_pages());
   const Tokens tokens(400);

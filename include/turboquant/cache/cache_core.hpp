@@ -161,19 +161,31 @@ class CacheCore : public SequenceEdits {
     if (tokens == 0) return {};
     Owned<std::size_t[]> needed(new (std::nothrow) std::size_t[pool_.class_count()]());
     if (!needed) return {Status::out_of_memory, "reserve"};
+    const auto pages_of = [&](const LayerState& state) {
+      const std::size_t held = pages_before_coding(state) + state.coding.size();
+      return saturating_subtract(rule_.pages_begun(state.base, state.length + tokens), held);
+    };
+    const auto tiles_of = [&](const LayerState& state) {
+      // One for every 16 tokens that are ever in the tail at once, and two partial ones that may have to be copied.
+      // Those that the tail leaves behind come back to the reserve (recycle).
+      const std::size_t widest = (std::min)(tokens, rule_.recent_tokens + rule_.page_tokens + rule_.rollback_tokens);
+      return layout::round_up(widest, 16) / 16 + 1 + 2 +
+             (state.length < state.first ? (std::min)(tokens, state.first - state.length) / 16 + 1 : 0);
+    };
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      needed[layers_[l].page_class] += pages_of(sequence->layers[l]);
+      needed[layers_[l].tile_class] += tiles_of(sequence->layers[l]);
+    }
+    // Tables grow for what can be had only.
+    std::size_t room = pool_.room();
+    for (unsigned c = 0; c < pool_.class_count(); ++c) {
+      const std::size_t missing = saturating_subtract(needed[c], sequence->reserved[c].size());
+      if (missing > room / pool_.block_bytes(c)) return {Status::out_of_memory, "reserve"};
+      room -= missing * pool_.block_bytes(c);
+    }
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       LayerState& state = sequence->layers[l];
-      const std::size_t length = state.length + tokens;
-      const std::size_t held = pages_before_coding(state) + state.coding.size();
-      const std::size_t pages = saturating_subtract(rule_.pages_begun(state.base, length), held);
-      // Tiles: one for every 16 tokens that are ever in the tail at once, and two partial ones that may have to be
-      // copied. Those that the tail leaves behind come back to the reserve (recycle).
-      const std::size_t widest = (std::min)(tokens, rule_.recent_tokens + rule_.page_tokens + rule_.rollback_tokens);
-      const std::size_t tiles =
-          layout::round_up(widest, 16) / 16 + 1 + 2 +
-          (state.length < state.first ? (std::min)(tokens, state.first - state.length) / 16 + 1 : 0);
-      needed[layers_[l].page_class] += pages;
-      needed[layers_[l].tile_class] += tiles;
+      const std::size_t pages = pages_of(state), tiles = tiles_of(state);
       if (!state.entries.reserve(state.entries.size() + state.coding.size() + pages) ||
           !state.coding.reserve(state.coding.size() + pages) || !state.tail.reserve(state.tail.size() + tiles) ||
           !state.first_tiles.reserve(state.first_tiles.size() + tiles)) {

@@ -74,6 +74,15 @@ class PagePool {
 
   unsigned class_count() const noexcept { return static_cast<unsigned>(classes_.size()); }
 
+  std::size_t block_bytes(unsigned size_class) const noexcept { return classes_[size_class].block_bytes; }
+
+  // Bytes that live blocks may still take, as far as the limit goes.
+  std::size_t room() const noexcept {
+    const std::lock_guard lock(mutex_);
+    if (max_bytes_ == 0) return ~std::size_t{0};
+    return max_bytes_ > live_bytes_ ? max_bytes_ - live_bytes_ : 0;
+  }
+
   // A block with one reference and unspecified contents, or null: out of memory.
   [[nodiscard]] Block* acquire(unsigned size_class) noexcept {
     const std::lock_guard lock(mutex_);
