@@ -56,17 +56,11 @@ struct Options {
   std::size_t key_begin = 0, key_end = kAllKeys;
 };
 
-inline double dot(const double* a, const double* b, std::size_t dim) {
-  double sum = 0;
-  for (std::size_t i = 0; i < dim; ++i) sum += a[i] * b[i];
-  return sum;
-}
+double dot(const double* a, const double* b, std::size_t dim);
+double distance(const double* a, const double* b, std::size_t dim);
 inline double norm(const double* a, std::size_t dim) { return std::sqrt(dot(a, a, dim)); }
-inline double distance(const double* a, const double* b, std::size_t dim) {
-  double sum = 0;
-  for (std::size_t i = 0; i < dim; ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
-  return std::sqrt(sum);
-}
+/// Adds factor * row to `to`.
+void add_scaled(double* to, double factor, const double* row, std::size_t dim);
 
 /// Attention of one query head at one position.
 struct Row {
@@ -106,8 +100,7 @@ Row attend_row(const double* query, std::size_t dim, std::size_t value_dim, std:
   for (std::size_t j = 0; j < keys; ++j) {
     row.weights[j] = std::exp(row.logits[j] - maximum) / sum;
     if (row.weights[j] == 0) continue;
-    const double* v = value(j);
-    for (std::size_t i = 0; i < value_dim; ++i) row.out[i] += row.weights[j] * v[i];
+    add_scaled(row.out.data(), row.weights[j], value(j), value_dim);
   }
   row.lse = maximum + std::log(sum);
   return row;

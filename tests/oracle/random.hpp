@@ -1,10 +1,8 @@
 // Deterministic test data: Gaussian numbers from an integer hash, equal on every platform.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <initializer_list>
-#include <numbers>
 
 namespace oracle {
 
@@ -27,10 +25,6 @@ constexpr double uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t
 
 /// N(0, 1) by Box and Muller, a function of its arguments alone. Snapped to multiples of 2^-20, because log and cos of
 /// two C libraries differ in the last bit.
-inline double gaussian(std::uint64_t seed, std::uint64_t stream, std::uint64_t index) {
-  const double radius = std::sqrt(-2 * std::log(uniform(seed, stream, 2 * index)));
-  const double angle = 2 * std::numbers::pi * uniform(seed, stream, 2 * index + 1);
-  return std::nearbyint(radius * std::cos(angle) * 0x1p20) * 0x1p-20;
-}
+double gaussian(std::uint64_t seed, std::uint64_t stream, std::uint64_t index);
 
 }  // namespace oracle
