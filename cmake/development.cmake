@@ -5,6 +5,11 @@ if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYP
   set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, RelWithDebInfo, MinSizeRel or Debug" FORCE)
 endif()
 
+set(is_sanitized FALSE)
+if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")
+  set(is_sanitized TRUE)
+endif()
+
 find_program(TURBOQUANT_CCACHE ccache)
 mark_as_advanced(TURBOQUANT_CCACHE)
 if(TURBOQUANT_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
