@@ -73,7 +73,7 @@ struct SequenceView {
   void raw_row(Side side, std::size_t head, std::size_t position, bfloat16* out) const {
     if (position >= tree_begin) position = tree_begin + on_path(position - tree_begin);
     if (position >= before) {
-      load_row(side == Side::key ? keys : values, position - before, head, out);
+      layer->load(side == Side::key ? keys : values, position - before, head, out);
     } else {
       std::copy_n(held_row(side, head, position), layer->dim(side), out);
     }
