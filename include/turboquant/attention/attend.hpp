@@ -68,14 +68,22 @@ inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_h
       rows[r * length + j] = -std::numeric_limits<float>::infinity();
     }
   }
-  for (std::size_t e = view.first_entry(); e < view.end_entry(); ++e) {
+  const std::size_t end_entry = view.end_entry();
+  for (std::size_t e = view.first_entry(); e < end_entry; ++e) {
     const PageView entry = view.entry(e);
     if (entry.begin >= coded) break;
     const std::size_t count = (std::min)(entry.end(), coded) - entry.begin;
-    layer.operations->score(layer.part(entry.memory, Side::key, kv_head, view.page_behind(e)), entry.first / 16,
-                            (entry.first + count + 15) / 16, block.query, 0, block.rows, block.factor, block.logits,
-                            RowBlock::kChunk);
-    put(entry.begin, entry.first, count);
+    const CodedPart part = layer.part(entry.memory, Side::key, kv_head, view.page_behind(e, end_entry));
+    const std::size_t tile_begin = entry.first / 16, tile_end = (entry.first + count + 15) / 16;
+    if (entry.first == 0 && count % 16 == 0) {
+      // Whole tiles from the page's begin: right where they belong.
+      layer.operations->score(part, tile_begin, tile_end, block.query, 0, block.rows, block.factor, rows + entry.begin,
+                              length);
+    } else {
+      layer.operations->score(part, tile_begin, tile_end, block.query, 0, block.rows, block.factor, block.logits,
+                              RowBlock::kChunk);
+      put(entry.begin, entry.first, count);
+    }
   }
   const auto raw = [&](std::size_t begin, std::size_t end, std::size_t origin) {
     while (begin < end) {

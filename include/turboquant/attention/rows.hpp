@@ -229,13 +229,14 @@ struct AttentionJob {
     const float factor = operations().softmax_step(logits, begin, end, low, high, to.states[r]);
     if (fresh || factor == 1.0f) return;
     const std::size_t dim = view.layer->shape.value_dim;
-    for (std::size_t i = 0; i < dim; ++i) to.acc[r * dim + i] *= factor;
+    float* acc = to.acc + r * dim;  // of its own, so that the loop vectorises
+    for (std::size_t i = 0; i < dim; ++i) acc[i] *= factor;
   }
 
   // to := the attention over the entries [begin, end), in the rotated domain.
   void attend_entries(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, const Partial& to) const {
     const Layer& layer = *view.layer;
-    const std::size_t dim = layer.shape.value_dim;
+    const std::size_t dim = layer.shape.value_dim, end_entry = view.end_entry();
     clear(to, b.rows, dim);
     for (std::size_t e = begin; e < end; ++e) {
       const PageView entry = view.entry(e);
@@ -250,7 +251,7 @@ struct AttentionJob {
       if (row_begin >= row_end) continue;
       const std::size_t shift = entry.begin - entry.first;  // position of the page's token 0, modulo 2^64
       const std::size_t tile_begin = (low - shift) / 16, tile_end = (high - shift + 15) / 16;
-      const std::byte* next = view.page_behind(e);
+      const std::byte* next = view.page_behind(e, end_entry);
       const CodedPart keys = layer.part(entry.memory, Side::key, kv_head, next, true);
       const CodedPart values = layer.part(entry.memory, Side::value, kv_head, next, true);
       float* logits = b.logits + row_begin * RowBlock::kChunk;

@@ -57,9 +57,10 @@ struct SequenceView {
             static_cast<std::uint32_t>(rule->page_tokens)};
   }
 
-  // The page of the entry behind entry `number`, across the page table's jumps; null if that is the last one.
-  const std::byte* page_behind(std::size_t number) const {
-    return number + 1 < end_entry() ? entry(number + 1).memory : nullptr;
+  // The page of the entry behind entry `number`, across the page table's jumps; null if that is the last one. end:
+  // end_entry(), which divides.
+  const std::byte* page_behind(std::size_t number, std::size_t end) const {
+    return number + 1 < end ? entry(number + 1).memory : nullptr;
   }
 
   // A query at p reads codes up to here. Does the query come later than the call which appended its position, old raw
@@ -73,7 +74,7 @@ struct SequenceView {
   void raw_row(Side side, std::size_t head, std::size_t position, bfloat16* out) const {
     if (position >= tree_begin) position = tree_begin + on_path(position - tree_begin);
     if (position >= before) {
-      load_row(side == Side::key ? keys : values, position - before, head, out);
+      layer->load(side == Side::key ? keys : values, position - before, head, out);
     } else {
       std::copy_n(held_row(side, head, position), layer->dim(side), out);
     }

@@ -75,6 +75,7 @@ struct Operations {
   std::size_t (*parts)(Side, std::size_t);                              // side, page tokens
   std::size_t (*encode_scratch_bytes)(Side, std::size_t, std::size_t);  // side, page tokens, dim
 
+  void (*narrow_row)(const void*, std::size_t, bfloat16*);
   void (*rotate)(const RotationView&, const float*, float*);
   void (*rotate_back)(const RotationView&, const float*, float*);
   bfloat16 (*center_rows)(float*, std::size_t, std::size_t, unsigned, std::uint8_t*);
@@ -118,6 +119,7 @@ inline constexpr Operations kOperations = {
           return side == Side::key ? F::key_codec::scratch_bytes(page_tokens, dim)
                                    : F::value_codec::scratch_bytes(page_tokens, dim);
         },
+    .narrow_row = &K::narrow_row,
     .rotate = &K::rotate,
     .rotate_back = &K::rotate_back,
     .center_rows = &K::center_rows,

@@ -8,6 +8,7 @@
 #include <turboquant/cache/config.hpp>
 #include <turboquant/cache/format.hpp>
 #include <turboquant/cache/page_pool.hpp>
+#include <turboquant/core/rows.hpp>
 #include <turboquant/layout/page.hpp>
 #include <turboquant/transform/rotation.hpp>
 
@@ -85,6 +86,15 @@ struct Layer {
       most = bytes > most ? bytes : most;
     }
     return most;
+  }
+
+  // load_row of core/rows.hpp, with this layer's kernels. Requires rows.dim a multiple of 16.
+  void load(const ConstRows& rows, std::size_t token, std::size_t head, bfloat16* out) const {
+    if (rows.type == DType::f32) {
+      operations->narrow_row(row_begin(rows, token, head), rows.dim, out);
+    } else {
+      load_row(rows, token, head, out);
+    }
   }
 
   // Zeroes the padding of a new page, so that every byte of it is a function of its tokens.

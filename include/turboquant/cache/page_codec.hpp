@@ -76,7 +76,7 @@ class PageCodec {
     for (std::size_t unit = 0; unit < layer_.units(); ++unit) {
       const Side side = detail::Layer::side_of(unit);
       layer_.encode(page, unit, keys.tokens, 0, layer_.parts(side), workspace, [&](std::size_t t, bfloat16* out) {
-        load_row(side == Side::key ? keys : values, t, unit / 2, out);
+        layer_.load(side == Side::key ? keys : values, t, unit / 2, out);
       });
     }
     return {};

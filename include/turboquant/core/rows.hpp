@@ -125,11 +125,11 @@ template <bool kRound>
 [[nodiscard]] inline bool is_row_at_most(const ConstRows& rows, std::size_t token, std::size_t head,
                                          std::uint32_t limit) noexcept {
   const std::byte* row = row_begin(rows, token, head);
-  std::uint32_t largest = 0;  // a maximum instead of an early exit: the loop vectorises
-  const auto take = [&largest](float x) noexcept {
-    std::uint32_t magnitude = std::bit_cast<std::uint32_t>(x) & 0x7fffffffu;
-    if constexpr (kRound) magnitude = (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16;
-    largest = largest < magnitude ? magnitude : largest;
+  // A maximum instead of an early exit: the loop vectorises. Signed, for SSE2; rounding keeps the order and can wait.
+  std::int32_t most = 0;
+  const auto take = [&most](float x) noexcept {
+    const auto magnitude = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(x) & 0x7fffffffu);
+    most = most < magnitude ? magnitude : most;
   };
   switch (rows.type) {
     case DType::f32:
@@ -142,6 +142,8 @@ template <bool kRound>
       for (std::size_t i = 0; i < rows.dim; ++i) take(to_float(element<bfloat16>(row, i)));
       break;
   }
+  auto largest = static_cast<std::uint32_t>(most);
+  if constexpr (kRound) largest = (largest + 0x7fffu + ((largest >> 16) & 1u)) >> 16;
   return largest <= limit;
 }
 

@@ -19,6 +19,15 @@ namespace turboquant::kernels {
 /// PortableKernels.
 template <class Unit>
 struct PortableEncoders {
+  /// out[i] = in[i] rounded to bfloat16, as to_bfloat16. in: [dim] float, at any address.
+  static void narrow_row(const void* in, std::size_t dim, bfloat16* out) {
+    for (std::size_t i = 0; i < dim; ++i) {
+      float x;
+      std::memcpy(&x, static_cast<const std::uint8_t*>(in) + i * sizeof x, sizeof x);
+      out[i] = to_bfloat16(x);
+    }
+  }
+
   /// Computes the mean of `count` rows, stores it in `bits` (8 or 16) per coordinate with one bf16 scale, and subtracts
   /// what was stored: rows[t][i] -= scale * center[i]. The product is exact (8 + 15 bits). rows: [count][dim]. Returns
   /// the scale; zero if the mean vanishes.

@@ -58,6 +58,9 @@ struct Avx2Encoders : PortableKernels<Unit> {
                                                std::uint8_t* center) {
     return Base::center_rows(rows, count, dim, bits, center);
   }
+  [[gnu::flatten]] static void narrow_row(const void* in, std::size_t dim, bfloat16* out) {
+    Base::narrow_row(in, dim, out);
+  }
   [[gnu::flatten]] static void subtract_center(float* rows, std::size_t count, const CodedPart& part) {
     Base::subtract_center(rows, count, part);
   }

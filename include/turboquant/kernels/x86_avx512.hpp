@@ -4,6 +4,7 @@
 
 #include <turboquant/kernels/portable.hpp>
 #include <turboquant/kernels/x86_avx512_encode.hpp>
+#include <turboquant/kernels/x86_avx512_read.hpp>
 
 #if defined(TURBOQUANT_MAKES_X86_KERNELS)
 #define TURBOQUANT_HAS_AVX512 1
@@ -32,156 +33,6 @@
 
 namespace turboquant::kernels {
 
-// Of the unit's own target, as all that is defined here: units built with different flags share no symbol.
-template <class Unit>
-struct Avx512Loads {
-  static __m512i load512(const void* from) { return _mm512_loadu_si512(from); }
-  static __m128i load128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-  static std::int32_t load32(const void* from) {
-    std::int32_t bits = 0;
-    std::memcpy(&bits, from, sizeof bits);
-    return bits;
-  }
-};
-
-// Unpacks a fragment to one register of 64 levels per slot, byte 4 lane + b being depth 4 slot + b. kOffset is added to
-// every level, modulo 256: 128 makes them the unsigned operand of vpdpbusd, 0 the signed one.
-//
-// Byte permutes take six or seven bits of an index. Tables are repeated over the bits that do not belong to the code,
-// so that fields need no mask.
-template <class Unit, class Codes, int kOffset>
-struct Avx512Reader;
-
-template <class Unit, unsigned B, int kOffset>
-struct Avx512Reader<Unit, LevelCodes<B>, kOffset> : Avx512Loads<Unit> {
-  using Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load512;
-
-  __m512i table, upper;  // the levels; at width 3 those without and with the third bit; at width 1 the two levels
-
-  explicit Avx512Reader(const LevelCodes<B>& codes) {
-    table = upper = _mm512_setzero_si512();
-    if constexpr (B == 4) table = _mm512_broadcast_i32x4(load128(codes.levels));
-    if constexpr (B == 3) upper = _mm512_set1_epi32(load32(codes.levels + 4));
-    if constexpr (B == 3 || B == 2) table = _mm512_set1_epi32(load32(codes.levels));
-    if constexpr (B == 1) {
-      table = _mm512_set1_epi8(codes.levels[0]);
-      upper = _mm512_set1_epi8(codes.levels[1]);
-    }
-    const __m512i offset = _mm512_set1_epi8(static_cast<char>(kOffset));
-    table = _mm512_add_epi8(table, offset);
-    upper = _mm512_add_epi8(upper, offset);
-  }
-
-  void read(const std::uint8_t* fragment, const std::uint8_t*, __m512i (&levels)[4]) const {
-    if constexpr (B == 4) {
-      const __m512i first = load512(fragment), second = load512(fragment + 64);
-      levels[0] = _mm512_permutexvar_epi8(first, table);
-      levels[1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(first, 4), table);
-      levels[2] = _mm512_permutexvar_epi8(second, table);
-      levels[3] = _mm512_permutexvar_epi8(_mm512_srli_epi16(second, 4), table);
-    } else {
-      // No loop: at -O2 g++ would not unroll it, and keep levels in memory.
-      levels[0] = slot<0>(fragment);
-      levels[1] = slot<1>(fragment);
-      levels[2] = slot<2>(fragment);
-      levels[3] = slot<3>(fragment);
-    }
-  }
-
- private:
-  template <std::size_t kSlot>
-  __m512i slot(const std::uint8_t* fragment) const {
-    if constexpr (B == 8) {
-      return _mm512_add_epi8(load512(fragment + 64 * kSlot), _mm512_set1_epi8(static_cast<char>(kOffset)));
-    } else if constexpr (B == 1) {
-      return _mm512_mask_blend_epi8(mask(fragment + 8 * kSlot), table, upper);
-    } else {
-      const __m512i all = load512(fragment), fields = kSlot == 0 ? all : _mm512_srli_epi16(all, 2 * kSlot);
-      const __m512i levels = _mm512_permutexvar_epi8(fields, table);
-      if constexpr (B == 3) {
-        return _mm512_mask_permutexvar_epi8(levels, mask(fragment + 64 + 8 * kSlot), fields, upper);
-      } else {
-        return levels;
-      }
-    }
-  }
-  static __mmask64 mask(const std::uint8_t* from) {
-    std::uint64_t bits = 0;
-    std::memcpy(&bits, from, sizeof bits);
-    return bits;
-  }
-};
-
-template <class Unit, unsigned B, int kOffset>
-struct Avx512Reader<Unit, TrellisCodes<B>, kOffset> : Avx512Loads<Unit> {
-  using Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load512;
-
-  __m512i lower, upper;  // A[w & 15] + B[w >> 4 & 7] + offset for the windows w modulo 128
-
-  explicit Avx512Reader(const TrellisCodes<B>& codes) {
-    const __m512i a = _mm512_broadcast_i32x4(load128(codes.table));
-    const __m512i b = _mm512_broadcast_i32x4(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes.table + 16)));
-    const __m512i quarter = _mm512_setr_epi32(0, 0, 0, 0, 0x01010101, 0x01010101, 0x01010101, 0x01010101,  //
-                                              0x02020202, 0x02020202, 0x02020202, 0x02020202,              //
-                                              0x03030303, 0x03030303, 0x03030303, 0x03030303);
-    const __m512i offset = _mm512_add_epi8(a, _mm512_set1_epi8(static_cast<char>(kOffset)));
-    lower = _mm512_add_epi8(offset, _mm512_shuffle_epi8(b, quarter));
-    upper = _mm512_add_epi8(offset, _mm512_shuffle_epi8(b, _mm512_add_epi8(quarter, _mm512_set1_epi8(4))));
-  }
-
-  // Lane t makes the number `history << 8 B | W` of portable_trellis.hpp, 32 bits of it; windows are eight bits each.
-  void read(const std::uint8_t* fragment, const std::uint8_t* history, __m512i (&levels)[4]) const {
-    // Bytes t of the four planes in a register, the last plane lowest.
-    const __m512i planes = _mm512_setr_epi32(0x00102030, 0x01112131, 0x02122232, 0x03132333, 0x04142434, 0x05152535,
-                                             0x06162636, 0x07172737, 0x08182838, 0x09192939, 0x0a1a2a3a, 0x0b1b2b3b,
-                                             0x0c1c2c3c, 0x0d1d2d3d, 0x0e1e2e3e, 0x0f1f2f3f);
-    const __m512i first = with_history(fragment, history);
-    if constexpr (B == 4) {
-      levels[0] = windows<20>(_mm512_permutexvar_epi8(planes, first));
-      levels[1] = windows<12>(_mm512_permutexvar_epi8(planes, load512(fragment)));
-      levels[2] = windows<20>(_mm512_permutexvar_epi8(planes, load512(fragment + 48)));
-      levels[3] = windows<12>(_mm512_permutexvar_epi8(planes, load512(fragment + 64)));
-    } else if constexpr (B == 3) {
-      const __m512i low = _mm512_permutexvar_epi8(planes, first);
-      const __m512i high = _mm512_permutexvar_epi8(planes, load512(fragment + 32));
-      levels[0] = windows<21>(low);
-      levels[1] = windows<9>(low);
-      levels[2] = windows<21>(high);
-      levels[3] = windows<9>(high);
-    } else {
-      // Two planes to a half, and no more than the fragment behind the second: there the plane before is its own.
-      const __m512i before = _mm512_add_epi8(planes, _mm512_set1_epi32(static_cast<int>(0x00f0f0f0u)));
-      const __m512i low = _mm512_permutexvar_epi8(before, first);
-      const __m512i high =
-          _mm512_permutexvar_epi8(_mm512_add_epi8(planes, _mm512_set1_epi32(0x10000000)), load512(fragment));
-      levels[0] = windows<14>(low);
-      levels[1] = windows<6>(low);
-      levels[2] = windows<14>(high);
-      levels[3] = windows<6>(high);
-    }
-  }
-
- private:
-  // 64 bytes: the plane before the fragment, which need not lie there, then the fragment's first ones.
-  static __m512i with_history(const std::uint8_t* fragment, const std::uint8_t* history) {
-    if (history + 16 == fragment) return load512(history);
-    return _mm512_mask_loadu_epi32(_mm512_castsi128_si512(load128(history)), 0xfff0, fragment - 16);
-  }
-
-  // The levels of four windows per lane, the first one `top` bits above the lane's end.
-  template <int kTop>
-  __m512i windows(__m512i bits) const {
-    constexpr int kStep = static_cast<int>(B);
-    constexpr std::uint64_t kLane = static_cast<std::uint64_t>(kTop) | static_cast<std::uint64_t>(kTop - kStep) << 8 |
-                                    static_cast<std::uint64_t>(kTop - 2 * kStep) << 16 |
-                                    static_cast<std::uint64_t>(kTop - 3 * kStep) << 24;
-    constexpr std::uint64_t kShifts = kLane | (kLane + 0x20202020u) << 32;
-    const __m512i w = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(static_cast<long long>(kShifts)), bits);
-    const __m512i magnitude = _mm512_permutex2var_epi8(lower, w, upper);
-    return _mm512_mask_sub_epi8(magnitude, _mm512_movepi8_mask(w), _mm512_setzero_si512(), magnitude);
-  }
-};
-
 /// The kernels of portable.hpp for AVX-512: the same bytes where bytes are written. See PortableKernels.
 ///
 /// An unpacked slot is 64 levels, one operand of vpdpbusd, which multiplies unsigned by signed bytes. For keys levels +
@@ -197,31 +48,26 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                     const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor,
                     float* logits, std::size_t stride) {
-    alignas(64) float center[kMaxRow];
-    if (part.center_bits != 0) decode_center(part, center);
     const Avx512Reader<Unit, Codes, 128> reader(codes);
     fetch_head(part);
     // A plane of a query is a row of its own until the end.
-    const std::size_t planes = block.plane_count, most = 8 / planes;
+    const std::size_t planes = block.plane_count, most = planes == 2 ? 4 : 8;
     for (std::size_t first = row_begin; first < row_end;) {
       std::size_t rows = most;
       while (rows > row_end - first) rows /= 2;
       Scoring s;
       s.queries = block.planes + first * planes * block.dim;
-      for (std::size_t v = 0; v < rows * planes; ++v) s.start[v] = -128 * sum_of(s.queries + v * block.dim, block.dim);
-      for (std::size_t r = 0; r < rows; ++r) {
-        s.shared[r] = part.center_bits != 0 ? dot(block.rotated + (first + r) * block.dim, center, block.dim) : 0.0f;
-      }
+      s.planes = planes;
+      s.rotated = block.rotated + first * block.dim;
       s.step = block.step + first;
       s.factor = factor + first;
       s.logits = logits + (first - row_begin) * stride;
       s.stride = stride;
-      s.planes = planes;
       s.distance = first == row_begin ? distance_to_next(part) : 0;
-      if (rows * planes == 8) score_rows<8>(part, reader, codes, tile_begin, tile_end, s);
-      if (rows * planes == 4) score_rows<4>(part, reader, codes, tile_begin, tile_end, s);
-      if (rows * planes == 2) score_rows<2>(part, reader, codes, tile_begin, tile_end, s);
-      if (rows * planes == 1) score_rows<1>(part, reader, codes, tile_begin, tile_end, s);
+      if (rows * planes == 8) score_rows<8>(part, reader, tile_begin, tile_end, s);
+      if (rows * planes == 4) score_rows<4>(part, reader, tile_begin, tile_end, s);
+      if (rows * planes == 2) score_rows<2>(part, reader, tile_begin, tile_end, s);
+      if (rows * planes == 1) score_rows<1>(part, reader, tile_begin, tile_end, s);
       first += rows;
     }
   }
@@ -244,48 +90,42 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
     Base::soft_cap(logits, begin, end, cap);
   }
 
-  // Every logit goes through the same instructions, so that a weight does not depend on where its range begins.
   static float softmax_step(float* logits, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
                             SoftmaxState& state) {
-    __m512 most = _mm512_set1_ps(state.sum > 0 ? state.largest : logits[low]);
-    for (std::size_t at = low / 16 * 16; at < high; at += 16) {
-      const __mmask16 seen = between(at, low, high);
-      most = _mm512_mask_max_ps(most, seen, most, _mm512_maskz_loadu_ps(seen, logits + at));
+    // Nearly always whole tiles are visible.
+    if (low == begin && high == end && begin % 16 == 0 && end % 16 == 0) {
+      return softmax_range<true>(logits, begin, end, low, high, state);
     }
-    const float largest = _mm512_reduce_max_ps(most);
-    const float factor = state.sum > 0 ? Base::exp_negative(state.largest - largest) : 0.0f;
-    const __m512 top = _mm512_set1_ps(largest);
-    __m512 sums = _mm512_setzero_ps();
-    for (std::size_t at = begin / 16 * 16; at < end; at += 16) {
-      const __mmask16 seen = between(at, low, high);
-      const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(seen, logits + at), top);
-      const __m512 p = _mm512_maskz_mov_ps(seen, exp_negative16(x));
-      _mm512_mask_storeu_ps(logits + at, between(at, begin, end), p);
-      sums = _mm512_add_ps(sums, p);
-    }
-    state.sum = state.sum * factor + tree(sums);
-    state.largest = largest;
-    return factor;
+    return softmax_range<false>(logits, begin, end, low, high, state);
   }
 
   static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end,
                           std::int16_t* weights) {
     WeightSums sums{0, 0, 0};
-    __m512 most = _mm512_setzero_ps(), total = most, zero = most;
+    alignas(64) float products[kMaxPage];
+    __m512 most = _mm512_setzero_ps(), total = most;
     for (std::size_t t = begin; t < end; t += 16) {
-      const __m512 x = _mm512_loadu_ps(p + t);
-      most = _mm512_max_ps(most, _mm512_mul_ps(x, widen16(part.scales + t)));
+      const __m512 x = _mm512_loadu_ps(p + t), product = _mm512_mul_ps(x, widen16(part.scales + t));
+      _mm512_store_ps(products + t, product);
+      most = _mm512_max_ps(most, product);
       total = _mm512_add_ps(total, x);
-      if (part.zero_points != nullptr) zero = _mm512_fmadd_ps(x, widen16(part.zero_points + t), zero);
+    }
+    if (part.zero_points != nullptr) {
+      __m512 zero = _mm512_setzero_ps();
+      for (std::size_t t = begin; t < end; t += 16) {
+        zero = _mm512_fmadd_ps(_mm512_loadu_ps(p + t), widen16(part.zero_points + t), zero);
+      }
+      sums.zero_point = tree(zero);
     }
     const float largest = _mm512_reduce_max_ps(most);
     sums.probability = tree(total);
-    sums.zero_point = tree(zero);
     sums.coefficient = largest / static_cast<float>(kWeightMax);
-    const __m512 by = _mm512_set1_ps(largest > 0 ? largest : 1.0f), range = _mm512_set1_ps(kWeightMax);
+    // One division instead of one for each token; a power of two keeps its quotient finite.
+    const float down = Base::power_of_two(-(std::min)(Base::exponent(largest), 126));
+    const __m512 by = _mm512_set1_ps(largest > 0 ? static_cast<float>(kWeightMax) / (largest * down) : 0.0f);
     for (std::size_t t = begin; t < end; t += 16) {
-      const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + t), widen16(part.scales + t));
-      const __m512i w = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_div_ps(x, by), range));
+      const __m512 relative = _mm512_mul_ps(_mm512_load_ps(products + t), _mm512_set1_ps(down));
+      const __m512i w = _mm512_cvtps_epi32(_mm512_mul_ps(relative, by));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + t), _mm512_cvtepi32_epi16(w));
     }
     return sums;
@@ -307,20 +147,28 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
       // The high and the low seven bits of each row's weights.
       alignas(64) std::uint8_t planes[8][2][kMaxPage];
       for (std::size_t r = 0; r < set; ++r) {
-        for (std::size_t t = tile_begin * 16; t < tile_end * 16; t += 16) {
-          const __m256i w =
-              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + (first + r) * weight_stride + t));
-          _mm_store_si128(reinterpret_cast<__m128i*>(planes[r][0] + t), _mm256_cvtepi16_epi8(_mm256_srli_epi16(w, 7)));
-          _mm_store_si128(reinterpret_cast<__m128i*>(planes[r][1] + t),
-                          _mm256_cvtepi16_epi8(_mm256_and_si256(w, _mm256_set1_epi16(127))));
+        const std::int16_t* from = weights + (first + r) * weight_stride;
+        std::size_t t = tile_begin * 16;
+        for (; t + 32 <= tile_end * 16; t += 32) {
+          const __m512i w = load512(from + t);
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(planes[r][0] + t),
+                              _mm512_cvtepi16_epi8(_mm512_srli_epi16(w, 7)));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(planes[r][1] + t),
+                              _mm512_cvtepi16_epi8(_mm512_and_si512(w, _mm512_set1_epi16(127))));
+        }
+        if (t < tile_end * 16) {
+          const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + t));
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(planes[r][0] + t), _mm256_cvtepi16_epi8(_mm256_srli_epi16(w, 7)));
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(planes[r][1] + t),
+                           _mm256_cvtepi16_epi8(_mm256_and_si256(w, _mm256_set1_epi16(127))));
         }
       }
       Accumulation a{&planes[0][0][0],         sums + first, center,
                      out + first * out_stride, out_stride,   first == 0 ? distance_to_next(part) : 0};
-      if (set == 8) accumulate_rows<8>(part, reader, codes, tile_begin, tile_end, a);
-      if (set == 4) accumulate_rows<4>(part, reader, codes, tile_begin, tile_end, a);
-      if (set == 2) accumulate_rows<2>(part, reader, codes, tile_begin, tile_end, a);
-      if (set == 1) accumulate_rows<1>(part, reader, codes, tile_begin, tile_end, a);
+      if (set == 8) accumulate_rows<8>(part, reader, tile_begin, tile_end, a);
+      if (set == 4) accumulate_rows<4>(part, reader, tile_begin, tile_end, a);
+      if (set == 2) accumulate_rows<2>(part, reader, tile_begin, tile_end, a);
+      if (set == 1) accumulate_rows<1>(part, reader, tile_begin, tile_end, a);
       first += set;
     }
   }
@@ -346,7 +194,8 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
 
  private:
   using Base = PortableKernels<Unit>;
-  using Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128;
+  using Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load512;
+  using Avx512Encoders<Unit>::settled;
   using Base::kMaxPage;
   using Base::kMaxRow;
 
@@ -390,22 +239,45 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
       sums = _mm512_fmadd_ps(_mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i), sums);
     return tree(sums);
   }
-  static std::int32_t sum_of(const std::int8_t* x, std::size_t dim) {
-    __m128i sums = _mm_setzero_si128();
-    for (std::size_t i = 0; i < dim; i += 16) sums = _mm_dpbusd_epi32(sums, _mm_set1_epi8(1), load128(x + i));
-    sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1)));
+  // tree() of up to eight rows at once, in the same order of additions; rows repeat behind the last one.
+  template <std::size_t kRows>
+  static __m256 trees(const __m512 (&rows)[kRows]) {
+    __m512 eights[4], fours[2];
+    repeat<4>([&](auto k) {
+      const __m512 a = rows[k.value % kRows], b = rows[(k.value + 4) % kRows];
+      eights[k.value] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    });
+    repeat<2>([&](auto k) {
+      const __m512 a = eights[k.value], b = eights[k.value + 2];
+      fours[k.value] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    });
+    const __m512d a = _mm512_castps_pd(fours[0]), b = _mm512_castps_pd(fours[1]);
+    const __m512 twos =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_shuffle_pd(a, b, 0x00)), _mm512_castpd_ps(_mm512_shuffle_pd(a, b, 0xff)));
+    // Now 128 bits hold the rows k and k + 1 of 0, 4, 2, 6.
+    const __m512 ones = _mm512_add_ps(twos, _mm512_movehdup_ps(twos));
+    return _mm512_castps512_ps256(
+        _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 8, 10, 4, 6, 12, 14, 0, 0, 0, 0, 0, 0, 0, 0), ones));
   }
 
+  // 16 coordinates of the centre from i on.
+  template <unsigned kBits>
+  static __m512 center16(const CodedPart& part, std::size_t i) {
+    __m512i level;
+    if constexpr (kBits == 8) {
+      level = _mm512_cvtepi8_epi32(load128(part.center + i));
+    } else {
+      level = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(part.center + 2 * i)));
+    }
+    return _mm512_mul_ps(_mm512_set1_ps(part.center_scale), _mm512_cvtepi32_ps(level));
+  }
   static void decode_center(const CodedPart& part, float* out) {
-    const __m512 scale = _mm512_set1_ps(part.center_scale);
-    for (std::size_t i = 0; i < part.dim; i += 16) {
-      __m512i level = _mm512_setzero_si512();
-      if (part.center_bits == 8) level = _mm512_cvtepi8_epi32(load128(part.center + i));
-      if (part.center_bits == 16) {
-        level = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(part.center + 2 * i)));
-      }
-      _mm512_store_ps(out + i, _mm512_mul_ps(scale, _mm512_cvtepi32_ps(level)));
+    if (part.center_bits == 16) {
+      for (std::size_t i = 0; i < part.dim; i += 16) _mm512_store_ps(out + i, center16<16>(part, i));
+    } else if (part.center_bits == 8) {
+      for (std::size_t i = 0; i < part.dim; i += 16) _mm512_store_ps(out + i, center16<8>(part, i));
+    } else {
+      for (std::size_t i = 0; i < part.dim; i += 16) _mm512_store_ps(out + i, _mm512_setzero_ps());
     }
   }
 
@@ -435,12 +307,6 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
     }
   }
 
-  // g++ would keep old and new sums in registers of their own and copy them at the end of each fragment.
-  [[gnu::always_inline]] static __m512i settled(__m512i sum) {
-    __asm__("" : "+v"(sum));
-    return sum;
-  }
-
   // How far behind a byte of this part the same byte of the part that is read next lies; 0 without such a part: then
   // fetching asks for what is being read.
   static std::ptrdiff_t distance_to_next(const CodedPart& part) {
@@ -448,12 +314,16 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
     return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(part.next) -
                                        reinterpret_cast<std::uintptr_t>(part.begin()));
   }
-  template <unsigned kBits>
-  static void fetch_fragment(const std::uint8_t* fragment, std::ptrdiff_t distance) {
-    const auto from = reinterpret_cast<std::uintptr_t>(fragment) + static_cast<std::uintptr_t>(distance);
-    for (std::size_t i = 0; i < layout::fragment_bytes(kBits); i += 64) {
-      fetch_line(reinterpret_cast<const void*>(from + i));
-    }
+  // By name: g++ takes a function that only fetches for one without effect, and drops calls of it.
+  template <std::size_t kBytes>
+  [[gnu::always_inline]] static void fetch_bytes(const std::uint8_t* from) {
+    __asm__ volatile("prefetcht0 %0" : : "m"(*from));
+    if constexpr (kBytes > 64) __asm__ volatile("prefetcht0 %0" : : "m"(from[64]));
+    if constexpr (kBytes > 128) fetch_bytes<kBytes - 128>(from + 128);
+  }
+  static const std::uint8_t* moved(const std::uint8_t* from, std::ptrdiff_t distance) {
+    return reinterpret_cast<const std::uint8_t*>(reinterpret_cast<std::uintptr_t>(from) +
+                                                 static_cast<std::uintptr_t>(distance));
   }
 
   // The queries of one call of score_rows, kRows planes of them.
@@ -462,6 +332,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
     std::size_t planes;          // of a query
     std::int32_t start[8];       // what takes the 128 of unsigned levels off, per plane
     float shared[8];             // with the centre
+    const float* rotated;
     const float* step;
     const float* factor;
     float* logits;
@@ -469,39 +340,97 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
     std::ptrdiff_t distance;  // to the part that is read next
   };
 
-  template <std::size_t kRows, class Reader, class Codes>
-  static void score_rows(const CodedPart& part, const Reader& reader, const Codes& codes, std::size_t tile_begin,
-                         std::size_t tile_end, const Scoring& s) {
+  template <std::size_t kRows, class Reader>
+  static void score_rows(const CodedPart& part, const Reader& reader, std::size_t tile_begin, std::size_t tile_end,
+                         Scoring& s) {
+    constexpr std::size_t kTiles = kRows <= 2 ? 4 : 2;
+    prepare_rows<kRows>(part, s);
     std::size_t tile = tile_begin;
-    for (; tile + 2 <= tile_end; tile += 2) score_tiles<kRows, 2>(part, reader, codes, tile, s);
-    for (; tile < tile_end; ++tile) score_tiles<kRows, 1>(part, reader, codes, tile, s);
+    for (; tile + kTiles <= tile_end; tile += kTiles) score_tiles<kRows, kTiles>(part, reader, tile, s);
+    for (; tile < tile_end; ++tile) score_tiles<kRows, 1>(part, reader, tile, s);
   }
 
-  template <std::size_t kRows, std::size_t kTiles, class Reader, class Codes>
-  [[gnu::flatten]] static void score_tiles(const CodedPart& part, const Reader& reader, const Codes& codes,
-                                           std::size_t tile, const Scoring& s) {
-    constexpr std::size_t kSums = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // of a row
+  // What all keys of the part share: s.start and s.shared.
+  template <std::size_t kRows>
+  [[gnu::flatten]] static void prepare_rows(const CodedPart& part, Scoring& s) {
+    __m512i counts[kRows];
+    repeat<kRows>([&](auto v) { counts[v.value] = _mm512_setzero_si512(); });
+    const __m512i ones = _mm512_set1_epi8(1);
+    const std::size_t dim = part.dim;
+    std::size_t i = 0;
+    for (; i + 64 <= dim; i += 64) {
+      repeat<kRows>([&](auto v) {
+        counts[v.value] = _mm512_dpbusd_epi32(counts[v.value], ones, load512(s.queries + v.value * dim + i));
+      });
+    }
+    for (; i < dim; i += 16) {
+      repeat<kRows>([&](auto v) {
+        const __m512i quarter = _mm512_zextsi128_si512(load128(s.queries + v.value * dim + i));
+        counts[v.value] = _mm512_dpbusd_epi32(counts[v.value], ones, quarter);
+      });
+    }
+    __m512 totals[kRows];
+    repeat<kRows>([&](auto v) {
+      // Exact in float: 128 times a sum of at most 1024 numbers of 127 stays below 2^24.
+      totals[v.value] = _mm512_cvtepi32_ps(_mm512_slli_epi32(counts[v.value], 7));
+    });
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.start),
+                        _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtps_epi32(trees(totals))));
+    repeat<kRows>([&](auto r) { totals[r.value] = _mm512_setzero_ps(); });
+    if (part.center_bits == 8) add_center<8>(part, s, totals);
+    if (part.center_bits == 16) add_center<16>(part, s, totals);
+    _mm256_storeu_ps(s.shared, trees(totals));
+  }
+  template <unsigned kBits, std::size_t kRows>
+  static void add_center(const CodedPart& part, const Scoring& s, __m512 (&sums)[kRows]) {
+    const std::size_t dim = part.dim;
+    if (s.planes == 1) {
+      for (std::size_t i = 0; i < dim; i += 16) {
+        const __m512 center = center16<kBits>(part, i);
+        repeat<kRows>([&](auto r) {
+          sums[r.value] = _mm512_fmadd_ps(_mm512_loadu_ps(s.rotated + r.value * dim + i), center, sums[r.value]);
+        });
+      }
+    } else if constexpr (kRows > 1) {
+      for (std::size_t i = 0; i < dim; i += 16) {
+        const __m512 center = center16<kBits>(part, i);
+        repeat<kRows / 2>([&](auto r) {
+          sums[r.value] = _mm512_fmadd_ps(_mm512_loadu_ps(s.rotated + r.value * dim + i), center, sums[r.value]);
+        });
+      }
+    }
+  }
+
+  template <std::size_t kRows, std::size_t kTiles, class Reader>
+  [[gnu::flatten]] static void score_tiles(const CodedPart& part, const Reader& reader, std::size_t tile,
+                                           const Scoring& s) {
+    constexpr std::size_t kSums = kRows * kTiles >= 8 ? 1 : kRows * kTiles >= 4 ? 2 : 4;  // of a row
+    constexpr std::size_t kBytes = Reader::kBytes;
     __m512i sums[kTiles][kRows][kSums];
     repeat<kTiles * kRows>([&](auto at) {
       sums[at.value % kTiles][at.value / kTiles][0] = _mm512_set1_epi32(s.start[at.value / kTiles]);
       repeat<kSums - 1>(
           [&](auto more) { sums[at.value % kTiles][at.value / kTiles][more.value + 1] = _mm512_setzero_si512(); });
     });
-    for (std::size_t group = 0; group < part.dim / 16; ++group) {
+    const std::size_t dim = part.dim, groups = dim / 16, stride = groups * kBytes;
+    const std::uint8_t* fragment = part.fragments + tile * stride;
+    const std::uint8_t* behind = moved(fragment, s.distance);
+    const std::uint8_t* history = fragment + stride - 16;  // a tile is closed
+    for (std::size_t group = 0; group < groups; ++group) {
       __m512i levels[kTiles][4];
       repeat<kTiles>([&](auto t) {
-        const std::uint8_t* fragment = Base::fragment_at(layout::Side::key, part, codes, tile + t.value, group);
-        reader.read(fragment, Base::history_of(layout::Side::key, part, codes, tile + t.value, group), levels[t.value]);
-        fetch_fragment<Codes::bits>(fragment, s.distance);
+        reader.read(fragment + t.value * stride, history + t.value * stride, levels[t.value]);
+        fetch_bytes<kBytes>(behind + t.value * stride);
       });
       repeat<4 * kRows>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kRows, kRow = decltype(at)::value % kRows;
-        const __m512i four = _mm512_set1_epi32(load32(s.queries + kRow * part.dim + group * 16 + kSlot * 4));
+        const __m512i four = _mm512_set1_epi32(load32(s.queries + kRow * dim + group * 16 + kSlot * 4));
         repeat<kTiles>([&](auto t) {
           __m512i& sum = sums[t.value][kRow][kSlot % kSums];
           sum = settled(_mm512_dpbusd_epi32(sum, levels[t.value][kSlot], four));
         });
       });
+      fragment += kBytes, behind += kBytes, history = fragment - 16;
     }
     repeat<kTiles * kRows>([&](auto at) {
       __m512i(&row)[kSums] = sums[at.value % kTiles][at.value / kTiles];
@@ -509,28 +438,34 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
         row[0] = _mm512_add_epi32(_mm512_add_epi32(row[0], row[1]), _mm512_add_epi32(row[2], row[3]));
       if constexpr (kSums == 2) row[0] = _mm512_add_epi32(row[0], row[1]);
     });
-    repeat<kTiles>([&](auto t) {
-      const std::size_t first = (tile + t.value) * 16;
-      const __m512 scales = widen16(part.scales + first);
-      repeat<kRows>([&](auto v) {
-        if (s.planes == 1) {
-          write_logits(s, v.value, first, scales, sums[t.value][v.value][0]);
-        } else if constexpr (v.value % 2 == 0 && kRows > 1) {
-          // Modulo 2^32, where the sum of both planes fits.
-          write_logits(
-              s, v.value / 2, first, scales,
-              _mm512_add_epi32(_mm512_slli_epi32(sums[t.value][v.value][0], 7), sums[t.value][v.value + 1][0]));
-        }
-      });
-    });
-  }
-
-  static void write_logits(const Scoring& s, std::size_t r, std::size_t first, __m512 scales, __m512i sum) {
+    __m512 scales[kTiles];
+    repeat<kTiles>([&](auto t) { scales[t.value] = widen16(part.scales + (tile + t.value) * 16); });
+    // Copies: what is written might be s, as far as the compiler knows.
+    float* to = s.logits + tile * 16;
+    const float *step = s.step, *factor = s.factor;
+    const std::size_t to_stride = s.stride;
     const __m512 most = _mm512_set1_ps(3.402823466e38f), least = _mm512_set1_ps(-3.402823466e38f);
-    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(s.step[r]), scales);
-    __m512 x = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(sum), _mm512_set1_ps(s.shared[r]));
-    x = _mm512_mul_ps(x, _mm512_set1_ps(s.factor[r]));
-    _mm512_storeu_ps(s.logits + r * s.stride + first, _mm512_min_ps(_mm512_max_ps(x, least), most));
+    const auto write = [&](std::size_t r, std::size_t t, __m512i sum) {
+      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(step[r]), scales[t]);
+      __m512 x = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(sum), _mm512_set1_ps(s.shared[r]));
+      x = _mm512_mul_ps(x, _mm512_set1_ps(factor[r]));
+      _mm512_storeu_ps(to + t * 16, _mm512_min_ps(_mm512_max_ps(x, least), most));
+    };
+    if (s.planes == 1) {
+      repeat<kRows>([&](auto r) {
+        repeat<kTiles>([&](auto t) { write(r.value, t.value, sums[t.value][r.value][0]); });
+        to += to_stride;
+      });
+    } else if constexpr (kRows > 1) {
+      repeat<kRows / 2>([&](auto r) {
+        repeat<kTiles>([&](auto t) {
+          // Modulo 2^32, where the sum of both planes fits.
+          const __m512i high = _mm512_slli_epi32(sums[t.value][2 * r.value][0], 7);
+          write(r.value, t.value, _mm512_add_epi32(high, sums[t.value][2 * r.value + 1][0]));
+        });
+        to += to_stride;
+      });
+    }
   }
 
   // What one call of accumulate_rows works with.
@@ -543,35 +478,39 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
     std::ptrdiff_t distance;  // to the part that is read next
   };
 
-  template <std::size_t kRows, class Reader, class Codes>
-  static void accumulate_rows(const CodedPart& part, const Reader& reader, const Codes& codes, std::size_t tile_begin,
-                              std::size_t tile_end, const Accumulation& a) {
-    constexpr std::size_t kGroups = kRows == 8 ? 1 : 2;
+  template <std::size_t kRows, class Reader>
+  static void accumulate_rows(const CodedPart& part, const Reader& reader, std::size_t tile_begin, std::size_t tile_end,
+                              const Accumulation& a) {
+    constexpr std::size_t kGroups = kRows == 8 ? 1 : kRows == 1 ? 4 : 2;
     const std::size_t groups = part.dim / 16;
     std::size_t group = 0;
     for (; group + kGroups <= groups; group += kGroups) {
-      accumulate_groups<kRows, kGroups>(part, reader, codes, tile_begin, tile_end, a, group);
+      accumulate_groups<kRows, kGroups>(part, reader, tile_begin, tile_end, a, group);
     }
-    for (; group < groups; ++group) accumulate_groups<kRows, 1>(part, reader, codes, tile_begin, tile_end, a, group);
+    for (; group < groups; ++group) accumulate_groups<kRows, 1>(part, reader, tile_begin, tile_end, a, group);
   }
 
-  template <std::size_t kRows, std::size_t kGroups, class Reader, class Codes>
-  [[gnu::flatten]] static void accumulate_groups(const CodedPart& part, const Reader& reader, const Codes& codes,
-                                                 std::size_t tile_begin, std::size_t tile_end, const Accumulation& a,
-                                                 std::size_t group) {
-    constexpr std::size_t kPlanes = 2 * kRows, kSums = kRows * kGroups == 1 ? 4 : kRows * kGroups == 2 ? 2 : 1;
+  template <std::size_t kRows, std::size_t kGroups, class Reader>
+  [[gnu::flatten]] static void accumulate_groups(const CodedPart& part, const Reader& reader, std::size_t tile_begin,
+                                                 std::size_t tile_end, const Accumulation& a, std::size_t group) {
+    constexpr std::size_t kPlanes = 2 * kRows, kSums = kRows * kGroups >= 4 ? 1 : kRows * kGroups == 2 ? 2 : 4;
+    constexpr std::size_t kBytes = Reader::kBytes;
     __m512i sums[kGroups][kPlanes][kSums];
     repeat<kGroups * kPlanes * kSums>([&](auto at) {
       constexpr std::size_t kAt = decltype(at)::value;
       sums[kAt % kGroups][kAt / kGroups % kPlanes][kAt / kGroups / kPlanes] = _mm512_setzero_si512();
     });
+    const std::size_t stride = part.page_tokens / 16 * kBytes;
+    const std::uint8_t* fragment = part.fragments + group * stride + tile_begin * kBytes;
+    const std::uint8_t* behind = moved(fragment, a.distance);
+    // The section is closed: the last fragment comes before the first.
+    const std::uint8_t* history = (group == 0 && tile_begin == 0 ? fragment + part.dim / 16 * stride : fragment) - 16;
     for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
       __m512i levels[kGroups][4];
       repeat<kGroups>([&](auto g) {
-        const std::uint8_t* fragment = Base::fragment_at(layout::Side::value, part, codes, tile, group + g.value);
-        reader.read(fragment, Base::history_of(layout::Side::value, part, codes, tile, group + g.value),
-                    levels[g.value]);
-        fetch_fragment<Codes::bits>(fragment, a.distance);
+        const std::uint8_t* at = fragment + g.value * stride;
+        reader.read(at, g.value == 0 ? history : at - 16, levels[g.value]);
+        fetch_bytes<kBytes>(behind + g.value * stride);
       });
       repeat<4 * kPlanes>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kPlanes, kPlane = decltype(at)::value % kPlanes;
@@ -581,24 +520,57 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
           sum = settled(_mm512_dpbusd_epi32(sum, four, levels[g.value][kSlot]));
         });
       });
+      fragment += kBytes, behind += kBytes, history = fragment - 16;
     }
-    repeat<kGroups * kRows>([&](auto at) {
-      constexpr std::size_t kGroup = decltype(at)::value % kGroups, kRow = decltype(at)::value / kGroups;
-      const WeightSums& weight = a.sums[kRow];
-      if (!(weight.probability > 0)) return;
-      __m512i high = sums[kGroup][2 * kRow][0], low = sums[kGroup][2 * kRow + 1][0];
-      repeat<kSums - 1>([&](auto more) {
-        high = _mm512_add_epi32(high, sums[kGroup][2 * kRow][more.value + 1]);
-        low = _mm512_add_epi32(low, sums[kGroup][2 * kRow + 1][more.value + 1]);
-      });
-      const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
-      const std::size_t first = (group + kGroup) * 16;
-      float* to = a.out + kRow * a.stride + first;
-      const __m512 rest = _mm512_fmadd_ps(_mm512_set1_ps(weight.probability), _mm512_load_ps(a.center + first),
-                                          _mm512_set1_ps(weight.zero_point));
-      const __m512 sum = _mm512_fmadd_ps(_mm512_set1_ps(weight.coefficient), total, rest);
-      _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sum));
+    // Copies: what is written might be a, as far as the compiler knows.
+    const WeightSums* weight = a.sums;
+    const float* center = a.center + group * 16;
+    float* to = a.out + group * 16;
+    const std::size_t out_stride = a.stride;
+    repeat<kRows>([&](auto row) {
+      if (weight->probability > 0) {
+        const __m512 probability = _mm512_set1_ps(weight->probability), zero = _mm512_set1_ps(weight->zero_point),
+                     coefficient = _mm512_set1_ps(weight->coefficient);
+        repeat<kGroups>([&](auto g) {
+          __m512i high = sums[g.value][2 * row.value][0], low = sums[g.value][2 * row.value + 1][0];
+          repeat<kSums - 1>([&](auto more) {
+            high = _mm512_add_epi32(high, sums[g.value][2 * row.value][more.value + 1]);
+            low = _mm512_add_epi32(low, sums[g.value][2 * row.value + 1][more.value + 1]);
+          });
+          const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+          const __m512 rest = _mm512_fmadd_ps(probability, _mm512_load_ps(center + g.value * 16), zero);
+          const __m512 sum = _mm512_fmadd_ps(coefficient, total, rest);
+          _mm512_storeu_ps(to + g.value * 16, _mm512_add_ps(_mm512_loadu_ps(to + g.value * 16), sum));
+        });
+      }
+      ++weight, to += out_stride;
     });
+  }
+
+  // kWhole: [low, high) is [begin, end), in whole tiles. Every logit goes through the same instructions, so that a
+  // weight does not depend on where its range begins.
+  template <bool kWhole>
+  static float softmax_range(float* logits, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
+                             SoftmaxState& state) {
+    const auto seen = [&](std::size_t at) { return kWhole ? __mmask16{0xffff} : between(at, low, high); };
+    __m512 most = _mm512_set1_ps(state.sum > 0 ? state.largest : logits[low]);
+    for (std::size_t at = low / 16 * 16; at < high; at += 16) {
+      most = _mm512_mask_max_ps(most, seen(at), most, _mm512_maskz_loadu_ps(seen(at), logits + at));
+    }
+    const float largest = _mm512_reduce_max_ps(most);
+    float factor = 0;
+    if (state.sum > 0) factor = largest > state.largest ? Base::exp_negative(state.largest - largest) : 1.0f;
+    const __m512 top = _mm512_set1_ps(largest);
+    __m512 sums = _mm512_setzero_ps();
+    for (std::size_t at = begin / 16 * 16; at < end; at += 16) {
+      const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(seen(at), logits + at), top);
+      const __m512 p = _mm512_maskz_mov_ps(seen(at), exp_negative16(x));
+      _mm512_mask_storeu_ps(logits + at, kWhole ? __mmask16{0xffff} : between(at, begin, end), p);
+      sums = _mm512_add_ps(sums, p);
+    }
+    state.sum = state.sum * factor + tree(sums);
+    state.largest = largest;
+    return factor;
   }
 
   // PortableKernels::exp_negative, sixteen at a time.
@@ -629,5 +601,6 @@ using Avx512 = Avx512Kernels<UnitTarget>;
 #pragma GCC pop_options
 #pragma GCC diagnostic pop
 #endif
+#undef TURBOQUANT_UNROLL
 
 #endif
