@@ -85,9 +85,9 @@ class KVCache {
   }
 
   /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer, nor wait for the
-  /// operating system to provide it; what is left of it is freed when they have come, or with the sequence. A later
-  /// fork shares raw tiles and so may use some of it up: reserve again. Errors: unknown_sequence, bad_shape (above
-  /// kMostTokens), out_of_memory.
+  /// operating system to provide it; what is left of it is freed when they have come, or with the sequence, or by a
+  /// reserve of 0 tokens. A later fork shares raw tiles and so may use some of it up: reserve again. Errors:
+  /// unknown_sequence, bad_shape (above kMostTokens), out_of_memory.
   Status reserve(SequenceId sequence, std::size_t tokens) noexcept { return core_.reserve(sequence, tokens); }
 
   /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported
