@@ -147,6 +147,11 @@ class History final : public HistoryWorld {
   void reserve(Known& known, Dice& dice) {
     std::size_t tokens = 1 + dice.roll(100);
     if (config_.max_bytes != 0 && dice.roll(4) == 0) tokens = std::size_t{1} << (10 + dice.roll(39));
+    if (dice.roll(8) == 0) {  // gives back what is left
+      EXPECT_OK(cache_->reserve(known.id, 0));
+      known.reserved = known.firm = 0;
+      return;
+    }
     const Look before = look();
     const Status status = cache_->reserve(known.id, tokens);
     known.refused = !(status == Status::ok);
