@@ -106,6 +106,38 @@ TEST(Attend, EmptyBatchAndEmptyItemsDoNothing) {
   EXPECT_EQ(cache.length(id), 0U);
 }
 
+// Some heads of a model have a sink and others none: a sink of minus infinity takes no part, bit for bit.
+TEST(Attend, ASinkOfMinusInfinityIsNone) {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  KVCache<turboquant::TQ4> cache(small_config());
+  const SequenceId id = new_sequence(cache);
+  ASSERT_OK(append_only(cache, 0, id, gaussian_block(2, 150, 2, 64), gaussian_block(3, 150, 2, 64)));
+  for (const std::size_t count : {1U, 70U}) {
+    const Block queries = gaussian_block(1, count, 4, 64);
+    CallOptions options;
+    options.with_lse = false;
+    const Outcome none = attend_only(cache, 0, id, queries, options);
+    ASSERT_OK(none.status);
+    const std::array<float, 4> nothing{kNothing, kNothing, kNothing, kNothing}, some{kNothing, 1, kNothing, 2};
+    options.params.sink_logits = nothing;
+    const Outcome with_nothing = attend_only(cache, 0, id, queries, options);
+    ASSERT_OK(with_nothing.status);
+    EXPECT_TRUE(same_bits(with_nothing.out, none.out));
+    options.params.sink_logits = some;
+    const Outcome with_some = attend_only(cache, 0, id, queries, options);
+    ASSERT_OK(with_some.status);
+    Outcome whole = attend_only(cache, 0, id, queries);
+    turboquant::finish_partials(whole.out.rows(), whole.lse.data(), some);
+    for (std::size_t t = 0; t < count; ++t)
+      for (std::size_t h = 0; h < 4; ++h) {
+        const std::vector<float> found(with_some.out.row(t, h), with_some.out.row(t, h) + 64);
+        const std::vector<float> without(none.out.row(t, h), none.out.row(t, h) + 64);
+        EXPECT_EQ(same_bits(found, without), some[h] == kNothing) << t << ' ' << h;
+        for (std::size_t i = 0; i < 64; ++i) EXPECT_NEAR(found[i], whole.out.row(t, h)[i], 1e-5);
+      }
+  }
+}
+
 TEST(Attend, NoKeysGiveZerosAndMinusInfinity) {
   KVCache<turboquant::TQ4> cache(small_config());
   const SequenceId id = new_sequence(cache);
@@ -335,6 +367,15 @@ TEST_F(Refusal, ParameterShapes) {
   params = {};
   params.sink_logits = three;
   EXPECT_STATUS(bad_shape, call(0, params));
+  expect_untouched();
+}
+TEST_F(Refusal, SinksThatAreNoNumbers) {
+  for (const float bad : {kNaN, std::numeric_limits<float>::infinity()}) {
+    const std::array<float, 4> sinks{1, bad, 3, -std::numeric_limits<float>::infinity()};
+    AttentionParams params;
+    params.sink_logits = sinks;
+    EXPECT_STATUS(non_finite_input, call(0, params));
+  }
   expect_untouched();
 }
 TEST_F(Refusal, NonFiniteInput) {

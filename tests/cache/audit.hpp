@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -74,6 +75,41 @@ testing::AssertionResult is_balanced(Cache& cache, std::span<const turboquant::S
     return testing::AssertionFailure() << "alive: " << use.page_bytes << " bytes of pages, " << use.tail_bytes
                                        << " of tiles; held: " << pages << ", " << tiles;
   return testing::AssertionSuccess();
+}
+
+/// What the tables of these sequences, which are all there are, take; the table of sequences itself, of some sixteen,
+/// is below a kibibyte. Those of `refused` sequences may have grown in a call that was refused: that is counted with
+/// their next one.
+template <class Cache>
+testing::AssertionResult counts_its_tables(Cache& cache, std::span<const turboquant::SequenceId> ids,
+                                           std::span<const turboquant::SequenceId> refused = {}) {
+  auto& core = turboquant::detail::CacheAccess::core(cache);
+  std::size_t bytes = 0;
+  for (const turboquant::SequenceId id : ids) {
+    const turboquant::detail::Sequence* sequence = core.find(id);
+    std::size_t own = sizeof(turboquant::detail::Sequence);
+    for (std::size_t l = 0; l < core.layer_count(); ++l) own += sequence->layers[l].table_bytes();
+    for (unsigned c = 0; c < core.pool().class_count(); ++c)
+      own += sizeof(sequence->reserved[c]) + sequence->reserved[c].capacity() * sizeof(turboquant::detail::Block*);
+    const bool late = std::find(refused.begin(), refused.end(), id) != refused.end();
+    if (late ? own < sequence->accounted_bytes : own != sequence->accounted_bytes)
+      return testing::AssertionFailure() << "sequence " << id.index << " has tables of " << own << " bytes, not "
+                                         << sequence->accounted_bytes;
+    bytes += sequence->accounted_bytes;
+  }
+  const std::size_t all = cache.memory().table_bytes;
+  if (all < bytes || all - bytes > 1024)
+    return testing::AssertionFailure() << all << " bytes of tables; the sequences have " << bytes;
+  return testing::AssertionSuccess();
+}
+
+/// Whether a sequence has blocks set aside for tokens to come.
+template <class Cache>
+bool has_reserve(Cache& cache, turboquant::SequenceId id) {
+  auto& core = turboquant::detail::CacheAccess::core(cache);
+  for (unsigned c = 0; c < core.pool().class_count(); ++c)
+    if (!core.find(id)->reserved[c].empty()) return true;
+  return false;
 }
 
 }  // namespace tests

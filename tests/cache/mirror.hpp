@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <map>
 #include <utility>
 #include <vector>
@@ -74,13 +75,14 @@ class Mirror {
     raw_keys_.append(keys.bfloat16_rounded());
     raw_values_.append(values.bfloat16_rounded());
     raw_begin_ = std::max(raw_begin_, kept_raw(length()));
+    if (shape_.window != 0) gone_ = std::max(gone_, out_of_sight());
   }
   /// While the raw rows that the shorter sequence needs are there, no trace stays. Deeper, what was coded stays coded.
   void truncate(std::size_t length) {
     raw_keys_.truncate(length);
     raw_values_.truncate(length);
     if (length <= first_) {
-      first_ = base_ = raw_begin_ = configured_first_;
+      start_anew();
     } else if (length < base_ || coded(length) < raw_begin_) {
       base_ = raw_begin_ = std::min(length, raw_begin_);
     }
@@ -91,23 +93,27 @@ class Mirror {
   }
   /// True if erasing from `begin` on, down to `left` tokens, is as if the erased tokens had never come.
   bool is_traceless(std::size_t begin, std::size_t left) const {
-    const bool all_raw = coded(length()) <= first_ && raw_begin_ == first_;
+    const bool all_raw = coded(length()) <= first_ && raw_begin_ == first_ && held() == first_;
     return (all_raw || begin >= raw_begin_) && (left <= first_ || coded(left) >= raw_begin_) &&
            coded(left) <= std::max(begin, first_);
   }
   void erase(std::size_t begin, std::size_t end) {
-    const std::size_t left = length() - (end - begin), codes = coded(length());
+    const std::size_t left = length() - (end - begin), codes = std::max(coded(length()), held());
+    const auto erased_before = [&](std::size_t at) { return std::min(end, at) - std::min(begin, at); };
     if (end == length()) return truncate(begin);
+    gone_ -= erased_before(gone_);
     if (is_traceless(begin, left)) {
       forget(std::min(coded(left), begin));
-      if (left <= first_) first_ = base_ = raw_begin_ = configured_first_;
+      held_ = std::min(held_, coded(left));
+      if (left <= first_) start_anew();
     } else {
       // What is coded stays coded, and the next page begins behind it.
       const std::size_t known = decoded_keys_.tokens;
       for (Tensor* rows : {&decoded_keys_, &decoded_values_, &centered_keys_, &centered_values_})
         if (begin < known) rows->erase(begin, std::min(end, known));
-      base_ = raw_begin_ = codes - (std::min(end, codes) - std::min(begin, codes));
-      first_ -= std::min(end, first_) - std::min(begin, first_);
+      base_ = raw_begin_ = codes - erased_before(codes);
+      held_ -= erased_before(held_);
+      first_ -= erased_before(first_);
     }
     raw_keys_.erase(begin, end);
     raw_values_.erase(begin, end);
@@ -120,23 +126,46 @@ class Mirror {
       raw_values_.erase(at, at + 1);
     }
     forget(std::min(coded(length()), begin));
-    if (length() <= first_) first_ = base_ = raw_begin_ = configured_first_;
+    if (length() <= first_) start_anew();
   }
+
+  /// What a window may not refuse. Whole pages are let go of, so that more than this may be possible.
+  /// @{
+  bool may_shorten(std::size_t length) const { return length <= first_ || is_held(length, first_, gone_); }
+  bool may_erase(std::size_t begin, std::size_t end) const {
+    const auto left = [&](std::size_t at) { return at - (std::min(end, at) - std::min(begin, at)); };
+    return end == length() ? may_shorten(begin) : is_held(left(length()), left(first_), left(gone_));
+  }
+  bool may_look_back(std::size_t position, std::size_t key_begin) const {
+    return shape_.window == 0 ||
+           std::max({key_begin, first_, position + 1 - std::min(position + 1, window())}) >= gone_;
+  }
+  /// @}
+  /// Rows before this, the first ones excepted, have been let go of, as far as `learn` knows.
+  std::size_t held() const { return shape_.window == 0 ? first_ : std::max(first_, held_); }
 
   /// Takes over the decoded rows that have become readable since the last call and checks that they are near the rows
   /// that came in; checks that rows not coded yet are read back exactly.
   template <class Cache>
   void learn(const Cache& cache, turboquant::SequenceId id) {
     const std::size_t present = length(), now = coded(present);
+    if (shape_.window != 0) {
+      held_ = turboquant::detail::CacheAccess::core(cache).find(id)->layers[layer_].held_begin;
+      ASSERT_LE(held(), std::max(first_, gone_)) << "let go of too early";
+      ASSERT_GT(held() + page_, std::min(now, out_of_sight())) << "held for nobody";
+    }
     if (decoded_keys_.tokens == 0) {
       decoded_keys_ = Tensor(0, raw_keys_.heads, raw_keys_.dim);
       decoded_values_ = Tensor(0, raw_values_.heads, raw_values_.dim);
       centered_keys_ = centered_values_ = Tensor(0, raw_keys_.heads, 1);
     }
-    const std::size_t begin = std::max(decoded_keys_.tokens, std::min(first_, now));
+    const std::size_t raw = std::max(decoded_keys_.tokens, std::min(first_, now));
+    const std::size_t begin = std::max(raw, std::min(held(), now));
     if (begin > decoded_keys_.tokens) {
-      decoded_keys_.append(tokens_of(raw_keys_, decoded_keys_.tokens, begin));
-      decoded_values_.append(tokens_of(raw_values_, decoded_values_.tokens, begin));
+      decoded_keys_.append(tokens_of(raw_keys_, decoded_keys_.tokens, raw));
+      decoded_values_.append(tokens_of(raw_values_, decoded_values_.tokens, raw));
+      decoded_keys_.append(unknown_rows(begin - raw, raw_keys_));
+      decoded_values_.append(unknown_rows(begin - raw, raw_values_));
       centered_keys_.append(Tensor(begin - centered_keys_.tokens, raw_keys_.heads, 1));
       centered_values_.append(Tensor(begin - centered_values_.tokens, raw_keys_.heads, 1));
     }
@@ -152,8 +181,8 @@ class Mirror {
     }
     std::size_t visible = now;
     if (shape_.window != 0 && present > shape_.window) visible = std::max(visible, present - shape_.window);
-    expect_exact(cache, id, visible, present);
-    if (shape_.window == 0) expect_exact(cache, id, 0, std::min(first_, present));
+    expect_exact(cache, id, std::max(visible, held()), present);
+    expect_exact(cache, id, 0, std::min(first_, present));
   }
 
   /// Decoded rows as another mirror of the same tokens knows them: for layers whose window has let go of pages.
@@ -177,6 +206,7 @@ class Mirror {
       const std::size_t position = context.position + t;
       const std::size_t seen = seen_as_codes(position, context.own_call, params.causal);
       ASSERT_LE(seen, decoded_keys_.tokens) << "the mirror has not learned these rows";
+      if (context.own_call && sees_unknown(position, context.key_begin, seen)) continue;
       const auto is_code = [&](std::size_t j) { return j >= first_ && j < seen; };
       for (std::size_t h = 0; h < queries.heads; ++h) {
         const std::size_t kv = h / group;
@@ -241,6 +271,13 @@ class Mirror {
     double out = 0, lse = 0;
   };
 
+  /// Rows that the window let go of before they could be read: nobody may see them.
+  static Tensor unknown_rows(std::size_t tokens, const Tensor& like) {
+    Tensor rows(tokens, like.heads, like.dim);
+    std::fill(rows.numbers.begin(), rows.numbers.end(), std::numeric_limits<double>::quiet_NaN());
+    return rows;
+  }
+
   static Tensor tokens_of(const Tensor& tensor, std::size_t begin, std::size_t end) {
     Tensor part = tensor;
     part.truncate(end);
@@ -253,12 +290,33 @@ class Mirror {
     return oracle::coded_tokens(std::max(present > rollback_ ? present - rollback_ : 0, base_), base_, page_, recent_);
   }
 
+  std::size_t window() const { return shape_.window; }
+  /// No query of the sequence, shortened by rollback_tokens, sees the rows before this.
+  std::size_t out_of_sight() const { return length() - std::min(length(), rollback_ + window()); }
+  bool is_held(std::size_t length, std::size_t first, std::size_t gone) const {
+    return shape_.window == 0 || std::max(length - std::min(length, window()), first) >= gone;
+  }
+
+  void start_anew() {
+    first_ = base_ = raw_begin_ = configured_first_;
+    held_ = gone_ = 0;
+  }
+
   void forget(std::size_t known) {
     if (decoded_keys_.tokens <= known) return;
     decoded_keys_.truncate(known);
     decoded_values_.truncate(known);
     centered_keys_.truncate(known);
     centered_values_.truncate(known);
+  }
+
+  /// Whether a query sees codes that were made and let go of in its own call, so that nobody else ever could.
+  bool sees_unknown(std::size_t position, std::size_t key_begin, std::size_t seen) const {
+    if (shape_.window == 0) return false;
+    const std::size_t low = std::max({position + 1 - std::min(position + 1, window()), key_begin, first_});
+    for (std::size_t j = low; j < seen; ++j)
+      if (std::isnan(decoded_keys_.row(j, 0)[0])) return true;
+    return false;
   }
 
   std::size_t seen_as_codes(std::size_t position, bool own_call, bool causal) const {
@@ -343,7 +401,9 @@ class Mirror {
         energy += std::pow(centered.row(j, h)[0], 2);
       }
     // Few coordinates scatter: their squared errors have a standard deviation of about their mean, outliers included.
-    const double coordinates = static_cast<double>((decoded.tokens - begin) * raw.heads * raw.dim);
+    // The rows of a page sum to nothing once their mean is taken off, so that one of them is not independent.
+    const std::size_t rows = std::max<std::size_t>(decoded.tokens - begin, 2) - 1;
+    const double coordinates = static_cast<double>(rows * raw.heads * raw.dim);
     EXPECT_LE(error, bound * (1 + 8 / std::sqrt(coordinates)) * energy)
         << side << " [" << begin << ", " << decoded.tokens << ")";
   }
@@ -362,6 +422,7 @@ class Mirror {
   Codes codes_;
   turboquant::LayerShape shape_;
   std::size_t layer_, configured_first_, first_, base_, raw_begin_, page_, recent_, rollback_;
+  std::size_t held_ = 0, gone_ = 0;  // what a window has let go of; what it may have let go of
   Tensor raw_keys_, raw_values_, decoded_keys_, decoded_values_;
   Tensor centered_keys_, centered_values_;  // [tokens][heads][1]: norms after centring
 };

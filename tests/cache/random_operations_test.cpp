@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cache/history.hpp"
+#include "cache/sanitized.hpp"
 
 namespace {
 
@@ -70,12 +71,8 @@ TEST(RandomOperations, ShrinkingKeepsWhatMatters) {
 }
 
 TEST(RandomOperations, FollowThePlainModel) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(__aarch64__)
-  constexpr std::size_t kOperations = 5000;  // ten times slower there
-#else
-  constexpr std::size_t kOperations = 100000;
-#endif
-  constexpr std::size_t kLength = 250;
+  constexpr std::size_t kOperations = kSanitized ? 6000 : 30000;
+  constexpr std::size_t kLength = 120;
   Counts counts;
   Steps steps(kLength);
   std::iota(steps.begin(), steps.end(), 0U);
@@ -88,8 +85,10 @@ TEST(RandomOperations, FollowThePlainModel) {
            << " are enough: " << failure_of(seed, few, ignored);
   }
   // Every kind of step was taken many times.
-  for (const std::size_t count : {counts.deep, counts.shallow, counts.erased, counts.traceless, counts.branches,
-                                  counts.forks, counts.seals, counts.files, counts.erased - counts.traceless})
+  for (const std::size_t count :
+       {counts.deep, counts.shallow, counts.erased, counts.traceless, counts.branches, counts.forks, counts.seals,
+        counts.files, counts.moves, counts.reserves, counts.plans, counts.exhausted, counts.behind, counts.firm,
+        counts.echoed, counts.erased - counts.traceless})
     EXPECT_GT(count, kOperations / 500);
 }
 

@@ -181,6 +181,25 @@ TEST(Reserve, IsOverWhenItsTokensHaveCome) {
   }
 }
 
+// Whoever needs less than was promised gives back the rest by a reserve of nothing.
+TEST(Reserve, OfNoTokensGivesBackWhatIsLeft) {
+  const Tokens tokens(400);
+  Cache reserved(small_pages()), plain(small_pages());
+  SequenceId a, b;
+  ASSERT_EQ(reserved.create_sequence(a), Status::ok);
+  ASSERT_EQ(plain.create_sequence(b), Status::ok);
+  ASSERT_EQ(reserved.reserve(a, 300), Status::ok);
+  ASSERT_EQ(append(reserved, tokens, a, 0, 70), Status::ok);
+  ASSERT_EQ(append(plain, tokens, b, 0, 70), Status::ok);
+  EXPECT_GT(live(reserved), live(plain));
+  ASSERT_EQ(reserved.reserve(a, 0), Status::ok);
+  EXPECT_EQ(live(reserved), live(plain));
+  // The promise is over, too: what is truncated goes to the pool.
+  ASSERT_EQ(reserved.truncate(a, 30), Status::ok);
+  ASSERT_EQ(plain.truncate(b, 30), Status::ok);
+  EXPECT_EQ(live(reserved), live(plain));
+}
+
 // A plan that only reads keeps its sequence from changing, too; reading beside it is allowed.
 TEST(PendingPlan, AReadingPlanRefusesChanges) {
   Cache cache(small_pages());

@@ -12,14 +12,15 @@
 namespace turboquant {
 
 /// How logits are formed, in this order: scale, soft cap, + alibi_slope * (j - p), mask, sink.
-/// Query head h reads KV head h / (heads / kv_heads). All numbers are finite, or refused.
+/// Query head h reads KV head h / (heads / kv_heads). All numbers are finite, or refused;
+/// a sink may be minus infinity.
 struct AttentionParams {
   float scale = 0;                        ///< 0: 1 / sqrt(head_dim)
   bool causal = true;                     ///< a query at position p sees keys j <= p
   float softcap = 0;                      ///< logit -> softcap tanh(logit / softcap), not negative; 0: none
   std::span<const float> alibi_slopes{};  ///< one per query head, or none
-  std::span<const float>
-      sink_logits{};  ///< one per query head, or none: a logit after scaling that takes part in the sum only
+  std::span<const float> sink_logits{};   ///< one per query head, or none: a logit after scaling that takes part in the
+                                         ///< sum only; minus infinity: no sink for this head
 };
 
 /// One sequence's part of a step. `out` and `lse` overlap no other rows of the batch. An output beyond the range of the

@@ -136,7 +136,9 @@ struct PlanAccess {
     if (!is_finite(params.softcap)) return {Status::non_finite_input, "params.softcap"};
     if (params.softcap < 0) return {Status::bad_shape, "params.softcap"};
     if (!all_finite(params.alibi_slopes)) return {Status::non_finite_input, "params.alibi_slopes"};
-    if (!all_finite(params.sink_logits)) return {Status::non_finite_input, "params.sink_logits"};
+    for (const float sink : params.sink_logits) {
+      if (!is_finite(sink) && !is_nothing(sink)) return {Status::non_finite_input, "params.sink_logits"};
+    }
     if (!copy(params.alibi_slopes, state.alibi_slopes) || !copy(params.sink_logits, state.sink_logits)) {
       return {Status::out_of_memory, "plan"};
     }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include <turboquant/attention/batch.hpp>
+#include <turboquant/attention/merge.hpp>
 #include <turboquant/attention/view.hpp>
 
 namespace turboquant::detail {
@@ -326,7 +327,7 @@ struct AttentionJob {
       if (item->lse != nullptr) {
         item->lse[token * item->queries.heads + head] =
             state.sum > 0 ? state.largest + std::log(state.sum) : -std::numeric_limits<float>::infinity();
-      } else if (!params->sink_logits.empty() && state.sum > 0) {
+      } else if (!params->sink_logits.empty() && !is_nothing(params->sink_logits[head]) && state.sum > 0) {
         const float sink = params->sink_logits[head], largest = (std::max)(state.largest, sink);
         const float factor = operations().exp_negative(state.largest - largest);
         state.sum = state.sum * factor + operations().exp_negative(sink - largest);

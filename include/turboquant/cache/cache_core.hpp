@@ -158,7 +158,10 @@ class CacheCore : public SequenceEdits {
     Sequence* sequence = nullptr;
     if (const Status status = mutable_sequence(id, sequence); status.code != Status::ok) return status;
     if (tokens > kMostTokens) return bad_shape("tokens", kMostTokens, tokens);
-    if (tokens == 0) return {};
+    if (tokens == 0) {
+      end_reserve(*sequence);
+      return {};
+    }
     Owned<std::size_t[]> needed(new (std::nothrow) std::size_t[pool_.class_count()]());
     if (!needed) return {Status::out_of_memory, "reserve"};
     const auto pages_of = [&](const LayerState& state) {

@@ -69,9 +69,11 @@ class KVCache {
   /// Removes the positions [begin, end), of all layers; later tokens move down by end - begin. Codes stay as they are,
   /// in split entries, and raw rows are moved. Where the range is raw, and no page that is read holds a token behind
   /// it, it is as if the tokens had never come; otherwise later tokens start a new page, and a rollback below the codes
-  /// is no longer exact. Erasing among first_tokens leaves fewer of them raw. Keys keep the rotary positions they came
-  /// with: docs/engines.md. Errors: unknown_sequence, bad_shape (beyond the length, or layers of unequal length),
-  /// behind_window (a windowed layer would have to show tokens that it has freed), out_of_memory.
+  /// is no longer exact. Layers decide that for themselves: in one with a window, which has let go of pages, the next
+  /// page may begin elsewhere than in one without. Erasing among first_tokens leaves fewer of them raw. Keys keep the
+  /// rotary positions they came with: docs/engines.md. Errors: unknown_sequence, bad_shape (beyond the length, or
+  /// layers of unequal length), behind_window (a windowed layer would have to show tokens that it has freed),
+  /// out_of_memory.
   Status erase(SequenceId sequence, std::size_t begin, std::size_t end) noexcept {
     return core_.erase(sequence, begin, end);
   }
@@ -85,9 +87,9 @@ class KVCache {
   }
 
   /// Sets memory aside so that `tokens` more tokens cannot fail for lack of memory, in any layer, nor wait for the
-  /// operating system to provide it; what is left of it is freed when they have come, or with the sequence. A later
-  /// fork shares raw tiles and so may use some of it up: reserve again. Errors: unknown_sequence, bad_shape (above
-  /// kMostTokens), out_of_memory.
+  /// operating system to provide it; what is left of it is freed when they have come, or with the sequence, or by a
+  /// reserve of 0 tokens. A later fork shares raw tiles and so may use some of it up: reserve again. Errors:
+  /// unknown_sequence, bad_shape (above kMostTokens), out_of_memory.
   Status reserve(SequenceId sequence, std::size_t tokens) noexcept { return core_.reserve(sequence, tokens); }
 
   /// Codes the raw tail into pages, the last of them short; first_tokens stay raw. For idle, static or exported

@@ -95,6 +95,10 @@ class SequenceStore {
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       if (sequence.layers[l].length < sequence.layers[l].reserved_length) return;
     }
+    end_reserve(sequence);
+  }
+
+  void end_reserve(Sequence& sequence) noexcept {
     for (std::size_t l = 0; l < layers_.size(); ++l) sequence.layers[l].reserved_length = 0;
     for (unsigned c = 0; c < pool_.class_count(); ++c) {
       while (!sequence.reserved[c].empty()) release_last(sequence.reserved[c]);
