@@ -124,6 +124,45 @@ TYPED_TEST(PerSet, WeightsAreThePortableOnes) {
   }
 }
 
+// Rows together or one by one, with the same bits: results must not depend on how calls were split.
+TYPED_TEST(PerSet, RowsAreSoftenedTogetherAsOneByOne) {
+  using K = typename TypeParam::Kernels;
+  constexpr std::size_t kDim = 48;
+  for (std::size_t round = 0; round < 120; ++round) {
+    const std::size_t rows = 1 + round % 13, begin = round % 5 * 16, end = begin + 16 + round % 8 * 16;
+    const Block logits = gaussian_block(round, rows, 1, 256, 4), others = gaussian_block(round + 500, 2, 1, 256);
+    std::vector<bfloat16> scales(256), zero_points(256);
+    for (std::size_t t = 0; t < 256; ++t) {
+      scales[t] = to_bfloat16(std::fabs(others.row(0)[t]));
+      zero_points[t] = to_bfloat16(others.row(1)[t]);
+    }
+    kernels::CodedPart part;
+    part.scales = scales.data();
+    if (round % 2 == 0) part.zero_points = zero_points.data();
+    Block a = logits, b = logits, c = gaussian_block(round + 900, rows, 1, kDim), d = c;
+    std::vector<kernels::SoftmaxState> x(rows), y;
+    // New rows, rows that stay below their largest logit, and others.
+    for (std::size_t r = 0; r < rows; ++r)
+      x[r] = {(r + round) % 4 == 1 ? 30.0F : 0.5F, (r + round) % 4 == 0 ? 0.0F : 2.0F};
+    y = x;
+    std::vector<std::int16_t> v(rows * 256, 7), w = v;
+    std::vector<kernels::WeightSums> sums(rows);
+    K::soften_rows(part, begin, end, rows, a.row(0), 256, x.data(), v.data(), sums.data(), c.row(0), kDim);
+    for (std::size_t r = 0; r < rows; ++r) {
+      const bool fresh = !(y[r].sum > 0);
+      const float factor = K::softmax_step(b.row(r), begin, end, begin, end, y[r]);
+      const kernels::WeightSums sum = K::weigh(part, b.row(r), begin, end, w.data() + r * 256);
+      EXPECT_EQ(x[r].largest, y[r].largest);
+      EXPECT_EQ(x[r].sum, y[r].sum);
+      EXPECT_EQ(sums[r].coefficient, sum.coefficient);
+      EXPECT_EQ(sums[r].probability, sum.probability);
+      EXPECT_EQ(sums[r].zero_point, sum.zero_point);
+      for (std::size_t i = 0; i < kDim; ++i) EXPECT_EQ(c.row(r)[i], d.row(r)[i] * (fresh ? 1.0F : factor)) << r;
+    }
+    EXPECT_EQ(v, w) << round;
+  }
+}
+
 // Rounded products are not fused with what rounds them: one step more or less of a query moves a logit by 2e-4.
 // (As the container calls them: whether a compiler fuses differs from unit to unit.)
 TYPED_TEST(PerSet, QueriesHaveThePortableBits) {

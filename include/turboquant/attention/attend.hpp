@@ -68,23 +68,36 @@ inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_h
       rows[r * length + j] = -std::numeric_limits<float>::infinity();
     }
   }
+  // Whole pages, which lie one behind the other in `rows` too, go to the kernels several at a time.
+  constexpr std::size_t kMostPages = 8;
+  CodedPart pages[kMostPages];
+  std::size_t held = 0, held_begin = 0;  // pages, position of the first one
+  const auto score_held = [&] {
+    if (held == 0) return;
+    layer.operations->score_pages({pages, held}, block.query, block.factor, rows + held_begin, length);
+    held = 0;
+  };
   const std::size_t end_entry = view.end_entry();
+  PageView next = view.first_entry() < end_entry ? view.entry(view.first_entry()) : PageView{};
   for (std::size_t e = view.first_entry(); e < end_entry; ++e) {
-    const PageView entry = view.entry(e);
+    const PageView entry = next;
     if (entry.begin >= coded) break;
+    const bool last = e + 1 == end_entry;
+    if (!last) next = view.entry(e + 1);
     const std::size_t count = (std::min)(entry.end(), coded) - entry.begin;
-    const CodedPart part = layer.part(entry.memory, Side::key, kv_head, view.page_behind(e, end_entry));
-    const std::size_t tile_begin = entry.first / 16, tile_end = (entry.first + count + 15) / 16;
-    if (entry.first == 0 && count % 16 == 0) {
-      // Whole tiles from the page's begin: right where they belong.
-      layer.operations->score(part, tile_begin, tile_end, block.query, 0, block.rows, block.factor, rows + entry.begin,
-                              length);
-    } else {
-      layer.operations->score(part, tile_begin, tile_end, block.query, 0, block.rows, block.factor, block.logits,
-                              RowBlock::kChunk);
-      put(entry.begin, entry.first, count);
+    const CodedPart part = layer.part(entry.memory, Side::key, kv_head, last ? nullptr : next.memory);
+    if (entry.first == 0 && count == part.page_tokens) {
+      if (held == 0) held_begin = entry.begin;
+      pages[held++] = part;
+      if (held == kMostPages) score_held();
+      continue;
     }
+    score_held();
+    layer.operations->score(part, entry.first / 16, (entry.first + count + 15) / 16, block.query, 0, block.rows,
+                            block.factor, block.logits, RowBlock::kChunk);
+    put(entry.begin, entry.first, count);
   }
+  score_held();
   const auto raw = [&](std::size_t begin, std::size_t end, std::size_t origin) {
     while (begin < end) {
       const std::size_t until = (std::min)(end, origin + ((begin - origin) / 16 + 1) * 16);

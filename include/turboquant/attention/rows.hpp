@@ -213,10 +213,8 @@ struct AttentionJob {
     }
   }
 
-  // logits [begin, end) of row r, whose column t is the key at position `origin` + t: soft cap, ALiBi, softmax step
-  // over the visible columns [low, high). Rescales the row's accumulator.
-  void soften(RowBlock& b, std::size_t r, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
-              std::ptrdiff_t origin, const Partial& to) const {
+  // logits [low, high) of row r, whose column t is the key at position `origin` + t: soft cap and ALiBi.
+  void bias(RowBlock& b, std::size_t r, std::size_t low, std::size_t high, std::ptrdiff_t origin) const {
     float* logits = b.logits + r * RowBlock::kChunk;
     if (params->softcap > 0) operations().soft_cap(logits, low, high, params->softcap);
     if (b.slopes[r] != 0) {
@@ -226,6 +224,14 @@ struct AttentionJob {
                                (std::numeric_limits<float>::max)());
       }
     }
+  }
+
+  // What comes after the logits [begin, end) of row r: bias, softmax step over the visible columns [low, high), scaling
+  // of the row's accumulator.
+  void soften(RowBlock& b, std::size_t r, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
+              std::ptrdiff_t origin, const Partial& to) const {
+    bias(b, r, low, high, origin);
+    float* logits = b.logits + r * RowBlock::kChunk;
     const bool fresh = !(to.states[r].sum > 0);
     const float factor = operations().softmax_step(logits, begin, end, low, high, to.states[r]);
     if (fresh || factor == 1.0f) return;
@@ -238,15 +244,21 @@ struct AttentionJob {
   void attend_entries(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, const Partial& to) const {
     const Layer& layer = *view.layer;
     const std::size_t dim = layer.shape.value_dim, end_entry = view.end_entry();
+    const bool biased = params->softcap > 0 || !params->alibi_slopes.empty();
     clear(to, b.rows, dim);
     for (std::size_t e = begin; e < end; ++e) {
       const PageView entry = view.entry(e);
       std::size_t low = npos, high = 0, row_begin = b.rows, row_end = 0;
+      std::size_t common_low = 0, common_high = npos;  // what all rows see that see any
       for (std::size_t r = 0; r < b.rows; ++r) {
         const std::size_t from = (std::max)(b.ranges[r].coded_low, entry.begin);
         const std::size_t until = (std::min)(b.ranges[r].coded_high, entry.end());
-        if (from >= until) continue;
+        if (from >= until) {
+          common_high = 0;
+          continue;
+        }
         low = (std::min)(low, from), high = (std::max)(high, until);
+        common_low = (std::max)(common_low, from), common_high = (std::min)(common_high, until);
         row_begin = (std::min)(row_begin, r), row_end = r + 1;
       }
       if (row_begin >= row_end) continue;
@@ -258,7 +270,17 @@ struct AttentionJob {
       float* logits = b.logits + row_begin * RowBlock::kChunk;
       layer.operations->score(keys, tile_begin, tile_end, b.query, row_begin, row_end, b.factor, logits,
                               RowBlock::kChunk);
-      for (std::size_t r = row_begin; r < row_end; ++r) {
+      const bool whole = common_low == shift + tile_begin * 16 && common_high == shift + tile_end * 16;
+      if (whole) {
+        if (biased) {
+          for (std::size_t r = 0; r < b.rows; ++r) {
+            bias(b, r, low - shift, high - shift, static_cast<std::ptrdiff_t>(shift));
+          }
+        }
+        layer.operations->soften_rows(values, tile_begin * 16, tile_end * 16, b.rows, b.logits, RowBlock::kChunk,
+                                      to.states, b.weights, b.sums, to.acc, dim);
+      }
+      for (std::size_t r = row_begin; !whole && r < row_end; ++r) {
         const std::size_t from = (std::max)(b.ranges[r].coded_low, entry.begin);
         const std::size_t until = (std::min)(b.ranges[r].coded_high, entry.end());
         b.sums[r] = WeightSums{0, 0, 0};

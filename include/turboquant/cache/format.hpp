@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include <turboquant/codec/codec.hpp>
 #include <turboquant/codec/polar_quant.hpp>
@@ -85,11 +86,14 @@ struct Operations {
   void (*prepare_query)(const RotationView&, const float*, QueryBlock&, std::size_t);
   void (*score)(const CodedPart&, std::size_t, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*,
                 float*, std::size_t);
+  void (*score_pages)(std::span<const CodedPart>, const QueryBlock&, const float*, float*, std::size_t);
   void (*score_raw)(const bfloat16*, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*, float*,
                     std::size_t);
   void (*soft_cap)(float*, std::size_t, std::size_t, float);
   float (*softmax_step)(float*, std::size_t, std::size_t, std::size_t, std::size_t, SoftmaxState&);
   WeightSums (*weigh)(const CodedPart&, const float*, std::size_t, std::size_t, std::int16_t*);
+  void (*soften_rows)(const CodedPart&, std::size_t, std::size_t, std::size_t, float*, std::size_t, SoftmaxState*,
+                      std::int16_t*, WeightSums*, float*, std::size_t);
   void (*accumulate)(const CodedPart&, std::size_t, std::size_t, std::size_t, const std::int16_t*, std::size_t,
                      const WeightSums*, float*, std::size_t);
   void (*accumulate_raw)(const bfloat16*, std::size_t, std::size_t, std::size_t, const float*, std::size_t, float*,
@@ -150,10 +154,14 @@ inline constexpr Operations kOperations = {
           K::score(part, F::key_codec::codes(), tile_begin, tile_end, block, row_begin, row_end, factor, logits,
                    stride);
         },
+    .score_pages =
+        [](std::span<const CodedPart> parts, const QueryBlock& block, const float* factor, float* logits,
+           std::size_t stride) { K::score_pages(parts, F::key_codec::codes(), block, factor, logits, stride); },
     .score_raw = &K::score_raw,
     .soft_cap = &K::soft_cap,
     .softmax_step = &K::softmax_step,
     .weigh = &K::weigh,
+    .soften_rows = &K::soften_rows,
     .accumulate =
         [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, std::size_t rows,
            const std::int16_t* weights, std::size_t weight_stride, const WeightSums* sums, float* out,

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 // The region adds sdot to what the translation unit may use anyway. g++ inlines its intrinsic into nothing less than
 // Armv8.2, and every CPU with dot products is one. Nothing but this library may be defined in here.
@@ -208,6 +209,18 @@ struct NeonKernels : NeonProducts<Unit> {
       vst1_s16(weights + t, vmovn_s32(vreinterpretq_s32_f32(shifted)));
     }
     return sums;
+  }
+
+  template <class Codes>
+  static void score_pages(std::span<const CodedPart> parts, const Codes& codes, const QueryBlock& block,
+                          const float* factor, float* logits, std::size_t stride) {
+    Base::template score_each<NeonKernels>(parts, codes, block, factor, logits, stride);
+  }
+
+  static void soften_rows(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
+                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
+                          std::size_t dim) {
+    Base::template soften_each<NeonKernels>(part, begin, end, rows, logits, stride, states, weights, sums, acc, dim);
   }
 
   // ---- accumulation of the raw tail

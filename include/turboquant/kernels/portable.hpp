@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 
 #include <turboquant/core/dtype.hpp>
 #include <turboquant/kernels/operands.hpp>
@@ -174,6 +175,14 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
     }
   }
 
+  /// score of all rows for the whole pages `parts`, of one shape, whose logits lie behind one another:
+  /// logits[r * stride + p * page_tokens + t] for token t of page p. Requires a page.
+  template <class Codes>
+  static void score_pages(std::span<const CodedPart> parts, const Codes& codes, const QueryBlock& block,
+                          const float* factor, float* logits, std::size_t stride) {
+    score_each<PortableKernels>(parts, codes, block, factor, logits, stride);
+  }
+
   /// The raw twin of score: keys [count][dim] in bf16, not rotated. logits[(r - row_begin) * stride + t], t < count.
   static void score_raw(const bfloat16* keys, std::size_t count, const QueryBlock& block, std::size_t row_begin,
                         std::size_t row_end, const float* factor, float* logits, std::size_t stride) {
@@ -240,6 +249,15 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
       weights[t] = static_cast<std::int16_t>(round_even(relative * static_cast<float>(kWeightMax)));
     }
     return sums;
+  }
+
+  /// softmax_step and weigh for rows that see all tokens of the whole tiles [begin, end) of a page, with the bits of
+  /// those calls, and acc[r][i] *= factor_r where a row has seen keys before. logits, which are lost, and weights:
+  /// [rows][stride], indexed by token of the page.
+  static void soften_rows(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
+                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
+                          std::size_t dim) {
+    soften_each<PortableKernels>(part, begin, end, rows, logits, stride, states, weights, sums, acc, dim);
   }
 
   // ---- accumulation
@@ -325,6 +343,31 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
   }
 
  protected:
+  // score_pages, page by page, of kernels without one of their own.
+  template <class Kernels, class Codes>
+  static void score_each(std::span<const CodedPart> parts, const Codes& codes, const QueryBlock& block,
+                         const float* factor, float* logits, std::size_t stride) {
+    for (std::size_t p = 0; p < parts.size(); ++p) {
+      Kernels::score(parts[p], codes, 0, parts[p].page_tokens / 16, block, 0, block.rows, factor,
+                     logits + p * parts[p].page_tokens, stride);
+    }
+  }
+
+  // soften_rows, row by row, of kernels without one of their own.
+  template <class Kernels>
+  static void soften_each(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
+                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
+                          std::size_t dim) {
+    for (std::size_t r = 0; r < rows; ++r) {
+      const bool fresh = !(states[r].sum > 0);
+      const float factor = Kernels::softmax_step(logits + r * stride, begin, end, begin, end, states[r]);
+      if (!fresh && factor != 1.0f) {
+        for (std::size_t i = 0; i < dim; ++i) acc[r * dim + i] *= factor;
+      }
+      sums[r] = Kernels::weigh(part, logits + r * stride, begin, end, weights + r * stride);
+    }
+  }
+
   friend struct PortableTrellis<PortableKernels>;
   using PortableTrellis<PortableKernels>::unpack;
 

@@ -5,6 +5,7 @@
 #include <turboquant/kernels/portable.hpp>
 #include <turboquant/kernels/x86_avx512_encode.hpp>
 #include <turboquant/kernels/x86_avx512_read.hpp>
+#include <turboquant/kernels/x86_avx512_softmax.hpp>
 
 #if defined(TURBOQUANT_MAKES_X86_KERNELS)
 #define TURBOQUANT_HAS_AVX512 1
@@ -15,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <utility>
 
 // Products meet sums here in explicit fused operations only where no byte depends on them. Nothing but this library may
@@ -39,7 +41,7 @@ namespace turboquant::kernels {
 /// 128 are the unsigned ones, and sums begin at -128 times the sum of the query; for values the weights are, in two
 /// planes of seven bits. Enough sums are kept side by side to cover the latency of four cycles: eight or sixteen.
 template <class Unit>
-struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
+struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   static constexpr const char* name = "avx512";
 
   // ---- queries and logits
@@ -48,28 +50,13 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                     const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor,
                     float* logits, std::size_t stride) {
-    const Avx512Reader<Unit, Codes, 128> reader(codes);
-    fetch_head(part);
-    // A plane of a query is a row of its own until the end.
-    const std::size_t planes = block.plane_count, most = planes == 2 ? 4 : 8;
-    for (std::size_t first = row_begin; first < row_end;) {
-      std::size_t rows = most;
-      while (rows > row_end - first) rows /= 2;
-      Scoring s;
-      s.queries = block.planes + first * planes * block.dim;
-      s.planes = planes;
-      s.rotated = block.rotated + first * block.dim;
-      s.step = block.step + first;
-      s.factor = factor + first;
-      s.logits = logits + (first - row_begin) * stride;
-      s.stride = stride;
-      s.distance = first == row_begin ? distance_to_next(part) : 0;
-      if (rows * planes == 8) score_rows<8>(part, reader, tile_begin, tile_end, s);
-      if (rows * planes == 4) score_rows<4>(part, reader, tile_begin, tile_end, s);
-      if (rows * planes == 2) score_rows<2>(part, reader, tile_begin, tile_end, s);
-      if (rows * planes == 1) score_rows<1>(part, reader, tile_begin, tile_end, s);
-      first += rows;
-    }
+    score_parts({&part, 1}, codes, tile_begin, tile_end, block, row_begin, row_end, factor, logits, stride);
+  }
+
+  template <class Codes>
+  static void score_pages(std::span<const CodedPart> parts, const Codes& codes, const QueryBlock& block,
+                          const float* factor, float* logits, std::size_t stride) {
+    score_parts(parts, codes, 0, parts[0].page_tokens / 16, block, 0, block.rows, factor, logits, stride);
   }
 
   static void score_raw(const bfloat16* keys, std::size_t count, const QueryBlock& block, std::size_t row_begin,
@@ -86,49 +73,10 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
 
   // ---- softmax
 
+  using Avx512Softmax<Unit>::soften_rows, Avx512Softmax<Unit>::softmax_step, Avx512Softmax<Unit>::weigh;
+
   [[gnu::flatten]] static void soft_cap(float* logits, std::size_t begin, std::size_t end, float cap) {
     Base::soft_cap(logits, begin, end, cap);
-  }
-
-  static float softmax_step(float* logits, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
-                            SoftmaxState& state) {
-    // Nearly always whole tiles are visible.
-    if (low == begin && high == end && begin % 16 == 0 && end % 16 == 0) {
-      return softmax_range<true>(logits, begin, end, low, high, state);
-    }
-    return softmax_range<false>(logits, begin, end, low, high, state);
-  }
-
-  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end,
-                          std::int16_t* weights) {
-    WeightSums sums{0, 0, 0};
-    alignas(64) float products[kMaxPage];
-    __m512 most = _mm512_setzero_ps(), total = most;
-    for (std::size_t t = begin; t < end; t += 16) {
-      const __m512 x = _mm512_loadu_ps(p + t), product = _mm512_mul_ps(x, widen16(part.scales + t));
-      _mm512_store_ps(products + t, product);
-      most = _mm512_max_ps(most, product);
-      total = _mm512_add_ps(total, x);
-    }
-    if (part.zero_points != nullptr) {
-      __m512 zero = _mm512_setzero_ps();
-      for (std::size_t t = begin; t < end; t += 16) {
-        zero = _mm512_fmadd_ps(_mm512_loadu_ps(p + t), widen16(part.zero_points + t), zero);
-      }
-      sums.zero_point = tree(zero);
-    }
-    const float largest = _mm512_reduce_max_ps(most);
-    sums.probability = tree(total);
-    sums.coefficient = largest / static_cast<float>(kWeightMax);
-    // One division instead of one for each token; a power of two keeps its quotient finite.
-    const float down = Base::power_of_two(-(std::min)(Base::exponent(largest), 126));
-    const __m512 by = _mm512_set1_ps(largest > 0 ? static_cast<float>(kWeightMax) / (largest * down) : 0.0f);
-    for (std::size_t t = begin; t < end; t += 16) {
-      const __m512 relative = _mm512_mul_ps(_mm512_load_ps(products + t), _mm512_set1_ps(down));
-      const __m512i w = _mm512_cvtps_epi32(_mm512_mul_ps(relative, by));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + t), _mm512_cvtepi32_epi16(w));
-    }
-    return sums;
   }
 
   // ---- accumulation
@@ -137,38 +85,21 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
   static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
                          const WeightSums* sums, float* out, std::size_t out_stride) {
-    alignas(64) float center[kMaxRow];
-    decode_center(part, center);
-    const Avx512Reader<Unit, Codes, 0> reader(codes);
+    const Avx512Reader<Unit, Codes, 128> reader(codes);
     fetch_head(part);
     for (std::size_t first = 0; first < rows;) {
       std::size_t set = 8;
       while (set > rows - first) set /= 2;
-      // The high and the low seven bits of each row's weights.
-      alignas(64) std::uint8_t planes[8][2][kMaxPage];
-      for (std::size_t r = 0; r < set; ++r) {
-        const std::int16_t* from = weights + (first + r) * weight_stride;
-        std::size_t t = tile_begin * 16;
-        for (; t + 32 <= tile_end * 16; t += 32) {
-          const __m512i w = load512(from + t);
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(planes[r][0] + t),
-                              _mm512_cvtepi16_epi8(_mm512_srli_epi16(w, 7)));
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(planes[r][1] + t),
-                              _mm512_cvtepi16_epi8(_mm512_and_si512(w, _mm512_set1_epi16(127))));
-        }
-        if (t < tile_end * 16) {
-          const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + t));
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(planes[r][0] + t), _mm256_cvtepi16_epi8(_mm256_srli_epi16(w, 7)));
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(planes[r][1] + t),
-                           _mm256_cvtepi16_epi8(_mm256_and_si256(w, _mm256_set1_epi16(127))));
-        }
-      }
-      Accumulation a{&planes[0][0][0],         sums + first, center,
-                     out + first * out_stride, out_stride,   first == 0 ? distance_to_next(part) : 0};
-      if (set == 8) accumulate_rows<8>(part, reader, tile_begin, tile_end, a);
-      if (set == 4) accumulate_rows<4>(part, reader, tile_begin, tile_end, a);
-      if (set == 2) accumulate_rows<2>(part, reader, tile_begin, tile_end, a);
-      if (set == 1) accumulate_rows<1>(part, reader, tile_begin, tile_end, a);
+      Accumulation a;
+      a.sums = sums + first;
+      a.out = out + first * out_stride;
+      a.stride = out_stride;
+      a.distance = first == 0 ? distance_to_next(part) : 0;
+      const std::int16_t* from = weights + first * weight_stride;
+      if (set == 8) accumulate_rows<8>(part, reader, tile_begin, tile_end, from, weight_stride, a);
+      if (set == 4) accumulate_rows<4>(part, reader, tile_begin, tile_end, from, weight_stride, a);
+      if (set == 2) accumulate_rows<2>(part, reader, tile_begin, tile_end, from, weight_stride, a);
+      if (set == 1) accumulate_rows<1>(part, reader, tile_begin, tile_end, from, weight_stride, a);
       first += set;
     }
   }
@@ -198,87 +129,29 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
   using Avx512Encoders<Unit>::settled;
   using Base::kMaxPage;
   using Base::kMaxRow;
+  using Tools = Avx512Tools<Unit>;
+  using Tools::dot, Tools::integer_trees, Tools::trees, Tools::widen16;
 
-  template <std::size_t N>
-  struct Count {
-    static constexpr std::size_t value = N;
-  };
-  // visit(Count<0>()), ..., visit(Count<N - 1>()): unrolled, so that arrays of sums become registers; what calls it is
-  // flattened.
   template <std::size_t N, class Visit>
   [[gnu::always_inline]] static void repeat(Visit visit) {
-    repeat_each(visit, std::make_index_sequence<N>());
-  }
-  template <class Visit, std::size_t... kIndex>
-  [[gnu::always_inline]] static void repeat_each(Visit& visit, std::index_sequence<kIndex...>) {
-    (visit(Count<kIndex>()), ...);
+    Tools::template repeat<N>(visit);
   }
 
-  // The elements of [at, at + 16) in [low, high).
-  static __mmask16 between(std::size_t at, std::size_t low, std::size_t high) {
-    const std::size_t skip = low > at ? (std::min)(low - at, std::size_t{16}) : 0;
-    const std::size_t stop = high > at ? (std::min)(high - at, std::size_t{16}) : 0;
-    return static_cast<__mmask16>(((1u << stop) - 1u) & ~((1u << skip) - 1u));
-  }
-
-  static __m512 widen16(const bfloat16* from) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-  }
-
-  // As the portable tree: halves are added.
-  static float tree(__m512 lanes) {
-    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-  }
-  static float dot(const float* a, const float* b, std::size_t dim) {
-    __m512 sums = _mm512_setzero_ps();
-    for (std::size_t i = 0; i < dim; i += 16)
-      sums = _mm512_fmadd_ps(_mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i), sums);
-    return tree(sums);
-  }
-  // tree() of up to eight rows at once, in the same order of additions; rows repeat behind the last one.
-  template <std::size_t kRows>
-  static __m256 trees(const __m512 (&rows)[kRows]) {
-    __m512 eights[4], fours[2];
-    repeat<4>([&](auto k) {
-      const __m512 a = rows[k.value % kRows], b = rows[(k.value + 4) % kRows];
-      eights[k.value] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    });
-    repeat<2>([&](auto k) {
-      const __m512 a = eights[k.value], b = eights[k.value + 2];
-      fours[k.value] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    });
-    const __m512d a = _mm512_castps_pd(fours[0]), b = _mm512_castps_pd(fours[1]);
-    const __m512 twos =
-        _mm512_add_ps(_mm512_castpd_ps(_mm512_shuffle_pd(a, b, 0x00)), _mm512_castpd_ps(_mm512_shuffle_pd(a, b, 0xff)));
-    // Now 128 bits hold the rows k and k + 1 of 0, 4, 2, 6.
-    const __m512 ones = _mm512_add_ps(twos, _mm512_movehdup_ps(twos));
-    return _mm512_castps512_ps256(
-        _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 8, 10, 4, 6, 12, 14, 0, 0, 0, 0, 0, 0, 0, 0), ones));
-  }
-
-  // 16 coordinates of the centre from i on.
+  // 16 coordinates of the centre from i on, before its scale.
   template <unsigned kBits>
   static __m512 center16(const CodedPart& part, std::size_t i) {
-    __m512i level;
     if constexpr (kBits == 8) {
-      level = _mm512_cvtepi8_epi32(load128(part.center + i));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(part.center + i)));
     } else {
-      level = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(part.center + 2 * i)));
+      const __m256i levels = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(part.center + 2 * i));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(levels));
     }
-    return _mm512_mul_ps(_mm512_set1_ps(part.center_scale), _mm512_cvtepi32_ps(level));
   }
-  static void decode_center(const CodedPart& part, float* out) {
-    if (part.center_bits == 16) {
-      for (std::size_t i = 0; i < part.dim; i += 16) _mm512_store_ps(out + i, center16<16>(part, i));
-    } else if (part.center_bits == 8) {
-      for (std::size_t i = 0; i < part.dim; i += 16) _mm512_store_ps(out + i, center16<8>(part, i));
-    } else {
-      for (std::size_t i = 0; i < part.dim; i += 16) _mm512_store_ps(out + i, _mm512_setzero_ps());
-    }
+  static __m512 any_center16(const CodedPart& part, std::size_t i) {
+    const __m512 scale = _mm512_set1_ps(part.center_scale);
+    if (part.center_bits == 8) return _mm512_mul_ps(center16<8>(part, i), scale);
+    if (part.center_bits == 16) return _mm512_mul_ps(center16<16>(part, i), scale);
+    return _mm512_setzero_ps();
   }
 
   // The sections before the fragments of the part that is read next.
@@ -326,60 +199,113 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
                                                  static_cast<std::uintptr_t>(distance));
   }
 
+  template <class Codes>
+  static void score_parts(std::span<const CodedPart> parts, const Codes& codes, std::size_t tile_begin,
+                          std::size_t tile_end, const QueryBlock& block, std::size_t row_begin, std::size_t row_end,
+                          const float* factor, float* logits, std::size_t stride) {
+    const Avx512Reader<Unit, Codes, 128> reader(codes);
+    // A plane of a query is a row of its own until the end.
+    const std::size_t planes = block.plane_count, most = planes == 2 ? 4 : 8;
+    for (std::size_t first = row_begin; first < row_end;) {
+      std::size_t rows = most;
+      while (rows > row_end - first) rows /= 2;
+      Scoring s;
+      s.queries = block.planes + first * planes * block.dim;
+      s.planes = planes;
+      s.rotated = block.rotated + first * block.dim;
+      s.step = block.step + first;
+      s.factor = factor + first;
+      s.logits = logits + (first - row_begin) * stride;
+      s.stride = stride;
+      s.fetches = first == row_begin;
+      if (rows * planes == 8) score_rows<8>(parts, reader, tile_begin, tile_end, s);
+      if (rows * planes == 4) score_rows<4>(parts, reader, tile_begin, tile_end, s);
+      if (rows * planes == 2) score_rows<2>(parts, reader, tile_begin, tile_end, s);
+      if (rows * planes == 1) score_rows<1>(parts, reader, tile_begin, tile_end, s);
+      first += rows;
+    }
+  }
+
   // The queries of one call of score_rows, kRows planes of them.
   struct Scoring {
     const std::int8_t* queries;  // [plane][dim]
     std::size_t planes;          // of a query
     std::int32_t start[8];       // what takes the 128 of unsigned levels off, per plane
-    float shared[8];             // with the centre
+    float shared[8];             // with the centre, times what logits are multiplied by
+    float by[8];                 // what a level times a number of the query counts
+    float after[8];              // 1; the whole factor where it is so small or large that products need care
+    bool plain;                  // all of `after` is 1, and no logit can be infinite
     const float* rotated;
     const float* step;
     const float* factor;
     float* logits;
     std::size_t stride;
-    std::ptrdiff_t distance;  // to the part that is read next
+    bool fetches;             // what is read next
+    std::ptrdiff_t distance;  // to it
+    __m256 first;             // what `by` and `shared` hold of the factor
   };
 
   template <std::size_t kRows, class Reader>
-  static void score_rows(const CodedPart& part, const Reader& reader, std::size_t tile_begin, std::size_t tile_end,
-                         Scoring& s) {
+  static void score_rows(std::span<const CodedPart> parts, const Reader& reader, std::size_t tile_begin,
+                         std::size_t tile_end, Scoring& s) {
     constexpr std::size_t kTiles = kRows <= 2 ? 4 : 2;
-    prepare_rows<kRows>(part, s);
-    std::size_t tile = tile_begin;
-    for (; tile + kTiles <= tile_end; tile += kTiles) score_tiles<kRows, kTiles>(part, reader, tile, s);
-    for (; tile < tile_end; ++tile) score_tiles<kRows, 1>(part, reader, tile, s);
+    prepare_rows<kRows>(parts[0].dim, s);
+    for (const CodedPart& part : parts) {
+      s.distance = 0;
+      if (s.fetches) {
+        fetch_head(part);
+        s.distance = distance_to_next(part);
+      }
+      multiply_center<kRows>(part, s);
+      std::size_t tile = tile_begin;
+      for (; tile + kTiles <= tile_end; tile += kTiles) score_tiles<kRows, kTiles>(part, reader, tile, s);
+      for (; tile < tile_end; ++tile) score_tiles<kRows, 1>(part, reader, tile, s);
+      s.logits += part.page_tokens;
+    }
   }
 
-  // What all keys of the part share: s.start and s.shared.
+  // What all keys share.
   template <std::size_t kRows>
-  [[gnu::flatten]] static void prepare_rows(const CodedPart& part, Scoring& s) {
+  [[gnu::flatten]] static void prepare_rows(std::size_t dim, Scoring& s) {
     __m512i counts[kRows];
     repeat<kRows>([&](auto v) { counts[v.value] = _mm512_setzero_si512(); });
-    const __m512i ones = _mm512_set1_epi8(1);
-    const std::size_t dim = part.dim;
+    const __m512i offset = _mm512_set1_epi8(static_cast<char>(128));
     std::size_t i = 0;
     for (; i + 64 <= dim; i += 64) {
       repeat<kRows>([&](auto v) {
-        counts[v.value] = _mm512_dpbusd_epi32(counts[v.value], ones, load512(s.queries + v.value * dim + i));
+        counts[v.value] = _mm512_dpbusd_epi32(counts[v.value], offset, load512(s.queries + v.value * dim + i));
       });
     }
     for (; i < dim; i += 16) {
       repeat<kRows>([&](auto v) {
         const __m512i quarter = _mm512_zextsi128_si512(load128(s.queries + v.value * dim + i));
-        counts[v.value] = _mm512_dpbusd_epi32(counts[v.value], ones, quarter);
+        counts[v.value] = _mm512_dpbusd_epi32(counts[v.value], offset, quarter);
       });
     }
+    const __m256i start = _mm256_sub_epi32(_mm256_setzero_si256(), integer_trees(counts));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.start), start);
+    const auto rows = static_cast<__mmask8>((1u << (s.planes == 2 ? kRows / 2 : kRows)) - 1u);
+    const __m256 step = _mm256_maskz_loadu_ps(rows, s.step), factor = _mm256_maskz_loadu_ps(rows, s.factor);
+    // Products of stored keys and prepared queries stay below 2^108 (QueryBlock).
+    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), factor), one = _mm256_set1_ps(1.0f);
+    const auto extreme =
+        static_cast<__mmask8>(_mm256_mask_cmp_ps_mask(rows, size, _mm256_set1_ps(0x1p-60f), _CMP_LT_OQ) |
+                              _mm256_mask_cmp_ps_mask(rows, size, _mm256_set1_ps(0x1p18f), _CMP_GT_OQ));
+    s.first = _mm256_mask_mov_ps(factor, extreme, one);
+    _mm256_storeu_ps(s.by, _mm256_mul_ps(step, s.first));
+    _mm256_storeu_ps(s.after, _mm256_mask_mov_ps(one, extreme, factor));
+    s.plain = extreme == 0;
+  }
+
+  // What the keys of a part share.
+  template <std::size_t kRows>
+  [[gnu::flatten]] static void multiply_center(const CodedPart& part, Scoring& s) {
     __m512 totals[kRows];
-    repeat<kRows>([&](auto v) {
-      // Exact in float: 128 times a sum of at most 1024 numbers of 127 stays below 2^24.
-      totals[v.value] = _mm512_cvtepi32_ps(_mm512_slli_epi32(counts[v.value], 7));
-    });
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.start),
-                        _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtps_epi32(trees(totals))));
     repeat<kRows>([&](auto r) { totals[r.value] = _mm512_setzero_ps(); });
     if (part.center_bits == 8) add_center<8>(part, s, totals);
     if (part.center_bits == 16) add_center<16>(part, s, totals);
-    _mm256_storeu_ps(s.shared, trees(totals));
+    const __m256 by = _mm256_mul_ps(s.first, _mm256_set1_ps(part.center_scale));
+    _mm256_storeu_ps(s.shared, _mm256_mul_ps(_mm512_castps512_ps256(trees(totals)), by));
   }
   template <unsigned kBits, std::size_t kRows>
   static void add_center(const CodedPart& part, const Scoring& s, __m512 (&sums)[kRows]) {
@@ -424,10 +350,12 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
       });
       repeat<4 * kRows>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kRows, kRow = decltype(at)::value % kRows;
-        const __m512i four = _mm512_set1_epi32(load32(s.queries + kRow * dim + group * 16 + kSlot * 4));
+        constexpr bool kLoads = kTiles == 1 || (kTiles == 2 && kSlot % 2 == 1);
+        const std::int8_t* from = s.queries + kRow * dim + group * 16 + kSlot * 4;
+        const __m512i four = _mm512_set1_epi32(load32(from));
         repeat<kTiles>([&](auto t) {
           __m512i& sum = sums[t.value][kRow][kSlot % kSums];
-          sum = settled(_mm512_dpbusd_epi32(sum, levels[t.value][kSlot], four));
+          sum = multiply_four<kLoads>(sum, levels[t.value][kSlot], four, from);
         });
       });
       fragment += kBytes, behind += kBytes, history = fragment - 16;
@@ -442,16 +370,28 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
     repeat<kTiles>([&](auto t) { scales[t.value] = widen16(part.scales + (tile + t.value) * 16); });
     // Copies: what is written might be s, as far as the compiler knows.
     float* to = s.logits + tile * 16;
-    const float *step = s.step, *factor = s.factor;
     const std::size_t to_stride = s.stride;
-    const __m512 most = _mm512_set1_ps(3.402823466e38f), least = _mm512_set1_ps(-3.402823466e38f);
+    const auto product = [&](std::size_t r, std::size_t t, __m512i sum, __m512& x) {
+      const __m512 scale = _mm512_mul_ps(scales[t], _mm512_set1_ps(s.by[r]));
+      x = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(sum), _mm512_set1_ps(s.shared[r]));
+    };
     const auto write = [&](std::size_t r, std::size_t t, __m512i sum) {
-      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(step[r]), scales[t]);
-      __m512 x = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(sum), _mm512_set1_ps(s.shared[r]));
-      x = _mm512_mul_ps(x, _mm512_set1_ps(factor[r]));
+      const __m512 most = _mm512_set1_ps(3.402823466e38f), least = _mm512_set1_ps(-3.402823466e38f);
+      __m512 x;
+      product(r, t, sum, x);
+      x = _mm512_mul_ps(x, _mm512_set1_ps(s.after[r]));
       _mm512_storeu_ps(to + t * 16, _mm512_min_ps(_mm512_max_ps(x, least), most));
     };
-    if (s.planes == 1) {
+    if (s.planes == 1 && s.plain) {
+      repeat<kRows>([&](auto r) {
+        repeat<kTiles>([&](auto t) {
+          __m512 x;
+          product(r.value, t.value, sums[t.value][r.value][0], x);
+          _mm512_storeu_ps(to + t.value * 16, x);
+        });
+        to += to_stride;
+      });
+    } else if (s.planes == 1) {
       repeat<kRows>([&](auto r) {
         repeat<kTiles>([&](auto t) { write(r.value, t.value, sums[t.value][r.value][0]); });
         to += to_stride;
@@ -468,11 +408,12 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
     }
   }
 
-  // What one call of accumulate_rows works with.
+  // What accumulate_groups works with.
   struct Accumulation {
-    const std::uint8_t* planes;  // [row][2][kMaxPage]
+    alignas(64) std::uint8_t planes[8][2][kMaxPage + 64];  // the high and the low seven bits of each row's weights
+    std::int32_t start[8];                                 // what takes the 128 of unsigned levels off
+    bool plain;                                            // no row of probability 0, no zero points
     const WeightSums* sums;
-    const float* center;
     float* out;
     std::size_t stride;
     std::ptrdiff_t distance;  // to the part that is read next
@@ -480,7 +421,10 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
 
   template <std::size_t kRows, class Reader>
   static void accumulate_rows(const CodedPart& part, const Reader& reader, std::size_t tile_begin, std::size_t tile_end,
-                              const Accumulation& a) {
+                              const std::int16_t* weights, std::size_t stride, Accumulation& a) {
+    split_weights<kRows>(tile_begin * 16, tile_end * 16, weights, stride, a);
+    a.plain = part.zero_points == nullptr;
+    for (std::size_t r = 0; r < kRows; ++r) a.plain &= a.sums[r].probability > 0;
     constexpr std::size_t kGroups = kRows == 8 ? 1 : kRows == 1 ? 4 : 2;
     const std::size_t groups = part.dim / 16;
     std::size_t group = 0;
@@ -488,6 +432,28 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
       accumulate_groups<kRows, kGroups>(part, reader, tile_begin, tile_end, a, group);
     }
     for (; group < groups; ++group) accumulate_groups<kRows, 1>(part, reader, tile_begin, tile_end, a, group);
+  }
+
+  template <std::size_t kRows>
+  [[gnu::flatten]] static void split_weights(std::size_t begin, std::size_t end, const std::int16_t* weights,
+                                             std::size_t stride, Accumulation& a) {
+    __m512i sums[kRows];
+    for (std::size_t r = 0; r < kRows; ++r) {
+      const std::int16_t* from = weights + r * stride;
+      __m512i sum = _mm512_setzero_si512();
+      for (std::size_t t = begin; t < end; t += 32) {
+        // Behind the last tile there is room in the planes.
+        const __mmask32 seen = end - t >= 32 ? 0xffffffffu : 0xffffu;
+        const __m512i w = _mm512_maskz_loadu_epi16(seen, from + t);
+        sum = _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi16(-128));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][0] + t),
+                            _mm512_cvtepi16_epi8(_mm512_srli_epi16(w, 7)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][1] + t),
+                            _mm512_cvtepi16_epi8(_mm512_and_si512(w, _mm512_set1_epi16(127))));
+      }
+      sums[r] = sum;
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.start), integer_trees(sums));
   }
 
   template <std::size_t kRows, std::size_t kGroups, class Reader>
@@ -500,11 +466,16 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
       constexpr std::size_t kAt = decltype(at)::value;
       sums[kAt % kGroups][kAt / kGroups % kPlanes][kAt / kGroups / kPlanes] = _mm512_setzero_si512();
     });
+    repeat<kGroups * kRows>([&](auto at) {
+      constexpr std::size_t kRow = decltype(at)::value / kGroups;
+      sums[at.value % kGroups][2 * kRow + 1][0] = _mm512_set1_epi32(a.start[kRow]);
+    });
     const std::size_t stride = part.page_tokens / 16 * kBytes;
     const std::uint8_t* fragment = part.fragments + group * stride + tile_begin * kBytes;
     const std::uint8_t* behind = moved(fragment, a.distance);
     // The section is closed: the last fragment comes before the first.
     const std::uint8_t* history = (group == 0 && tile_begin == 0 ? fragment + part.dim / 16 * stride : fragment) - 16;
+    const std::uint8_t* weights = &a.planes[0][0][0] + tile_begin * 16;
     for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
       __m512i levels[kGroups][4];
       repeat<kGroups>([&](auto g) {
@@ -514,80 +485,71 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Loads<Unit> {
       });
       repeat<4 * kPlanes>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kPlanes, kPlane = decltype(at)::value % kPlanes;
-        const __m512i four = _mm512_set1_epi32(load32(a.planes + kPlane * kMaxPage + tile * 16 + kSlot * 4));
+        const std::uint8_t* from = weights + kPlane * (kMaxPage + 64) + kSlot * 4;
+        constexpr bool kLoads = kGroups == 1 || (kGroups == 2 && kSlot % 2 == 1);
+        const __m512i four = _mm512_set1_epi32(load32(from));
         repeat<kGroups>([&](auto g) {
           __m512i& sum = sums[g.value][kPlane][kSlot % kSums];
-          sum = settled(_mm512_dpbusd_epi32(sum, four, levels[g.value][kSlot]));
+          sum = multiply_four<kLoads>(sum, levels[g.value][kSlot], four, from);
         });
       });
-      fragment += kBytes, behind += kBytes, history = fragment - 16;
+      fragment += kBytes, behind += kBytes, history = fragment - 16, weights += 16;
     }
+    __m512 totals[kRows][kGroups], centers[kGroups];
+    repeat<kRows * kGroups>([&](auto at) {
+      constexpr std::size_t kRow = decltype(at)::value / kGroups, kGroup = decltype(at)::value % kGroups;
+      __m512i high = sums[kGroup][2 * kRow][0], low = sums[kGroup][2 * kRow + 1][0];
+      repeat<kSums - 1>([&](auto more) {
+        high = _mm512_add_epi32(high, sums[kGroup][2 * kRow][more.value + 1]);
+        low = _mm512_add_epi32(low, sums[kGroup][2 * kRow + 1][more.value + 1]);
+      });
+      totals[kRow][kGroup] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+    });
+    repeat<kGroups>([&](auto g) { centers[g.value] = any_center16(part, (group + g.value) * 16); });
     // Copies: what is written might be a, as far as the compiler knows.
     const WeightSums* weight = a.sums;
-    const float* center = a.center + group * 16;
     float* to = a.out + group * 16;
     const std::size_t out_stride = a.stride;
-    repeat<kRows>([&](auto row) {
-      if (weight->probability > 0) {
-        const __m512 probability = _mm512_set1_ps(weight->probability), zero = _mm512_set1_ps(weight->zero_point),
-                     coefficient = _mm512_set1_ps(weight->coefficient);
+    const auto add = [&](auto row, auto g, __m512 rest) {
+      const __m512 sum =
+          _mm512_fmadd_ps(totals[row.value][g.value], _mm512_set1_ps(weight[row.value].coefficient), rest);
+      _mm512_storeu_ps(to + g.value * 16, _mm512_add_ps(_mm512_loadu_ps(to + g.value * 16), sum));
+    };
+    if (a.plain) {
+      repeat<kRows>([&](auto row) {
         repeat<kGroups>([&](auto g) {
-          __m512i high = sums[g.value][2 * row.value][0], low = sums[g.value][2 * row.value + 1][0];
-          repeat<kSums - 1>([&](auto more) {
-            high = _mm512_add_epi32(high, sums[g.value][2 * row.value][more.value + 1]);
-            low = _mm512_add_epi32(low, sums[g.value][2 * row.value + 1][more.value + 1]);
-          });
-          const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
-          const __m512 rest = _mm512_fmadd_ps(probability, _mm512_load_ps(center + g.value * 16), zero);
-          const __m512 sum = _mm512_fmadd_ps(coefficient, total, rest);
-          _mm512_storeu_ps(to + g.value * 16, _mm512_add_ps(_mm512_loadu_ps(to + g.value * 16), sum));
+          add(row, g, _mm512_mul_ps(centers[g.value], _mm512_set1_ps(weight[row.value].probability)));
+        });
+        to += out_stride;
+      });
+      return;
+    }
+    repeat<kRows>([&](auto row) {
+      if (weight[row.value].probability > 0) {
+        repeat<kGroups>([&](auto g) {
+          add(row, g,
+              _mm512_fmadd_ps(centers[g.value], _mm512_set1_ps(weight[row.value].probability),
+                              _mm512_set1_ps(weight[row.value].zero_point)));
         });
       }
-      ++weight, to += out_stride;
+      to += out_stride;
     });
   }
 
-  // kWhole: [low, high) is [begin, end), in whole tiles. Every logit goes through the same instructions, so that a
-  // weight does not depend on where its range begins.
-  template <bool kWhole>
-  static float softmax_range(float* logits, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
-                             SoftmaxState& state) {
-    const auto seen = [&](std::size_t at) { return kWhole ? __mmask16{0xffff} : between(at, low, high); };
-    __m512 most = _mm512_set1_ps(state.sum > 0 ? state.largest : logits[low]);
-    for (std::size_t at = low / 16 * 16; at < high; at += 16) {
-      most = _mm512_mask_max_ps(most, seen(at), most, _mm512_maskz_loadu_ps(seen(at), logits + at));
+  // sum + each lane's four unsigned levels times the four signed numbers at `from`. kLoads: the product loads them,
+  // which saves an instruction; else they are in all lanes of `four`. Where two registers of levels share them every
+  // second product loads, so that loads do not become the limit.
+  template <bool kLoads>
+  [[gnu::always_inline]] static __m512i multiply_four(__m512i sum, __m512i levels, __m512i four, const void* from) {
+    if constexpr (kLoads) {
+      using Four = const std::uint8_t[4];
+      __asm__("{vpdpbusd %2%{1to16%}, %1, %0|vpdpbusd %0, %1, %2%{1to16%}}"
+              : "+v"(sum)
+              : "v"(levels), "m"(*static_cast<Four*>(from)));
+      return sum;
+    } else {
+      return settled(_mm512_dpbusd_epi32(sum, levels, four));
     }
-    const float largest = _mm512_reduce_max_ps(most);
-    float factor = 0;
-    if (state.sum > 0) factor = largest > state.largest ? Base::exp_negative(state.largest - largest) : 1.0f;
-    const __m512 top = _mm512_set1_ps(largest);
-    __m512 sums = _mm512_setzero_ps();
-    for (std::size_t at = begin / 16 * 16; at < end; at += 16) {
-      const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(seen(at), logits + at), top);
-      const __m512 p = _mm512_maskz_mov_ps(seen(at), exp_negative16(x));
-      _mm512_mask_storeu_ps(logits + at, kWhole ? __mmask16{0xffff} : between(at, begin, end), p);
-      sums = _mm512_add_ps(sums, p);
-    }
-    state.sum = state.sum * factor + tree(sums);
-    state.largest = largest;
-    return factor;
-  }
-
-  // PortableKernels::exp_negative, sixteen at a time.
-  static __m512 exp_negative16(__m512 x) {
-    const __m512 bottom = _mm512_set1_ps(-87.0f);
-    const __m512 clamped = _mm512_max_ps(bottom, x);
-    const __m512i n = _mm512_cvttps_epi32(_mm512_fmadd_ps(clamped, _mm512_set1_ps(1.44269504f), _mm512_set1_ps(-0.5f)));
-    const __m512 nf = _mm512_cvtepi32_ps(n);
-    const __m512 f = _mm512_fnmadd_ps(nf, _mm512_set1_ps(-2.12194440e-4f),
-                                      _mm512_fnmadd_ps(nf, _mm512_set1_ps(0.693359375f), clamped));
-    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-      y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
-    }
-    y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(y, f), f, f), _mm512_set1_ps(1.0f));
-    const __m512 power = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
-    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, bottom, _CMP_GE_OQ), y, power);
   }
 };
 

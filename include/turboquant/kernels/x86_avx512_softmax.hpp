@@ -1,0 +1,365 @@
+// Softmax and weights on x86 with AVX-512, and the small tools of its reading kernels, for kernels/x86_avx512.hpp.
+#pragma once
+
+#include <turboquant/kernels/x86_avx512_read.hpp>
+
+#if defined(TURBOQUANT_MAKES_X86_KERNELS)
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+// The region is that of x86_avx512.hpp.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi"))), \
+                             apply_to = function)
+#else
+// g++ 12 takes the undefined registers in its own intrinsics for a fault.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wsign-conversion"  // intrinsics that are macros without optimisation
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi")
+#endif
+
+namespace turboquant::kernels {
+
+template <class Unit>
+struct Avx512Tools : Avx512Loads<Unit> {
+  template <std::size_t N>
+  struct Count {
+    static constexpr std::size_t value = N;
+  };
+  // visit(Count<0>()), ..., visit(Count<N - 1>()): unrolled, so that arrays of sums become registers; what calls it is
+  // flattened.
+  template <std::size_t N, class Visit>
+  [[gnu::always_inline]] static void repeat(Visit visit) {
+    repeat_each(visit, std::make_index_sequence<N>());
+  }
+  template <class Visit, std::size_t... kIndex>
+  [[gnu::always_inline]] static void repeat_each(Visit& visit, std::index_sequence<kIndex...>) {
+    (visit(Count<kIndex>()), ...);
+  }
+
+  // The elements of [at, at + 16) in [low, high).
+  static __mmask16 between(std::size_t at, std::size_t low, std::size_t high) {
+    const std::size_t skip = low > at ? (std::min)(low - at, std::size_t{16}) : 0;
+    const std::size_t stop = high > at ? (std::min)(high - at, std::size_t{16}) : 0;
+    return static_cast<__mmask16>(((1u << stop) - 1u) & ~((1u << skip) - 1u));
+  }
+
+  static __m512 widen16(const bfloat16* from) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+
+  // As the portable tree: halves are added.
+  static float tree(__m512 lanes) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  static float dot(const float* a, const float* b, std::size_t dim) {
+    __m512 sums = _mm512_setzero_ps();
+    for (std::size_t i = 0; i < dim; i += 16)
+      sums = _mm512_fmadd_ps(_mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i), sums);
+    return tree(sums);
+  }
+
+  // No lambdas: g++ gives those that return vectors the unit's own ways of doing so.
+  struct Plus {
+    __m512 operator()(__m512 a, __m512 b) const { return _mm512_add_ps(a, b); }
+  };
+  struct IntegerPlus {
+    __m512 operator()(__m512 a, __m512 b) const {
+      return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+    }
+  };
+  struct Larger {
+    __m512 operator()(__m512 a, __m512 b) const { return _mm512_max_ps(a, b); }
+  };
+  // Each row of up to eight joined to one number, in the order of tree(): row r in lane r. Behind the last one rows
+  // repeat.
+  template <std::size_t kRows, class Join>
+  [[gnu::always_inline]] static __m512 join_rows(const __m512 (&rows)[kRows], Join join) {
+    __m512 eights[4], fours[2];
+    repeat<4>([&](auto k) {
+      const __m512 a = rows[k.value % kRows], b = rows[(k.value + 4) % kRows];
+      eights[k.value] = join(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    });
+    repeat<2>([&](auto k) {
+      const __m512 a = eights[k.value], b = eights[k.value + 2];
+      fours[k.value] = join(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    });
+    const __m512d a = _mm512_castps_pd(fours[0]), b = _mm512_castps_pd(fours[1]);
+    const __m512 twos =
+        join(_mm512_castpd_ps(_mm512_shuffle_pd(a, b, 0x00)), _mm512_castpd_ps(_mm512_shuffle_pd(a, b, 0xff)));
+    // Now 128 bits hold the rows k and k + 1 of 0, 4, 2, 6.
+    const __m512 ones = join(twos, _mm512_movehdup_ps(twos));
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 8, 10, 4, 6, 12, 14, 0, 0, 0, 0, 0, 0, 0, 0), ones);
+  }
+  template <std::size_t kRows>
+  [[gnu::always_inline]] static __m512 trees(const __m512 (&rows)[kRows]) {
+    return join_rows(rows, Plus());
+  }
+  template <std::size_t kRows>
+  [[gnu::always_inline]] static __m256i integer_trees(const __m512i (&rows)[kRows]) {
+    __m512 bits[kRows];
+    repeat<kRows>([&](auto r) { bits[r.value] = _mm512_castsi512_ps(rows[r.value]); });
+    return _mm512_castsi512_si256(_mm512_castps_si512(join_rows(bits, IntegerPlus())));
+  }
+
+  // PortableKernels::exp_negative, sixteen at a time. The factor of a power of two is exact here as there.
+  static __m512 exp_negative16(__m512 x) {
+    const __m512 bottom = _mm512_set1_ps(-87.0f);
+    const __m512 clamped = _mm512_max_ps(bottom, x);
+    const __m512 n =
+        _mm512_roundscale_ps(_mm512_fmadd_ps(clamped, _mm512_set1_ps(1.44269504f), _mm512_set1_ps(-0.5f)), 0x0b);
+    const __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f),
+                                      _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped));
+    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.3981999507e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(8.3334519073e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(4.1665795894e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.6666665459e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.0000001201e-1f));
+    y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(y, f), f, f), _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, bottom, _CMP_GE_OQ), y, n);
+  }
+};
+
+/// The softmax of portable.hpp for AVX-512. A row has its bits whichever of these functions it goes through.
+template <class Unit>
+struct Avx512Softmax : Avx512Tools<Unit> {
+  static float softmax_step(float* logits, std::size_t begin, std::size_t end, std::size_t low, std::size_t high,
+                            SoftmaxState& state) {
+    __m512 most = _mm512_set1_ps(state.sum > 0 ? state.largest : logits[low]);
+    for (std::size_t at = low / 16 * 16; at < high; at += 16) {
+      const __mmask16 seen = between(at, low, high);
+      most = _mm512_mask_max_ps(most, seen, most, _mm512_maskz_loadu_ps(seen, logits + at));
+    }
+    const float largest = _mm512_reduce_max_ps(most);
+    float factor = 0;
+    if (state.sum > 0) factor = _mm512_cvtss_f32(exp_negative16(_mm512_set1_ps(state.largest - largest)));
+    const __m512 top = _mm512_set1_ps(largest);
+    __m512 sums = _mm512_setzero_ps();
+    for (std::size_t at = begin / 16 * 16; at < end; at += 16) {
+      const __mmask16 seen = between(at, low, high);
+      const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(seen, logits + at), top);
+      const __m512 p = _mm512_maskz_mov_ps(seen, exp_negative16(x));
+      _mm512_mask_storeu_ps(logits + at, between(at, begin, end), p);
+      sums = _mm512_add_ps(sums, p);
+    }
+    // Fused by name: soften_rows does the same.
+    state.sum = _mm512_cvtss_f32(
+        _mm512_fmadd_ps(_mm512_set1_ps(state.sum), _mm512_set1_ps(factor), _mm512_set1_ps(tree(sums))));
+    state.largest = largest;
+    return factor;
+  }
+
+  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end,
+                          std::int16_t* weights) {
+    WeightSums sums{0, 0, 0};
+    alignas(64) float products[layout::kMaxPageTokens];
+    __m512 most = _mm512_setzero_ps(), total = most;
+    for (std::size_t t = begin; t < end; t += 16) {
+      const __m512 x = _mm512_loadu_ps(p + t), product = _mm512_mul_ps(x, widen16(part.scales + t));
+      _mm512_store_ps(products + t, product);
+      most = _mm512_max_ps(most, product);
+      total = _mm512_add_ps(total, x);
+    }
+    if (part.zero_points != nullptr) {
+      __m512 zero = _mm512_setzero_ps();
+      for (std::size_t t = begin; t < end; t += 16) {
+        zero = _mm512_fmadd_ps(_mm512_loadu_ps(p + t), widen16(part.zero_points + t), zero);
+      }
+      sums.zero_point = tree(zero);
+    }
+    const Units units(_mm512_set1_ps(_mm512_reduce_max_ps(most)));
+    sums.probability = tree(total);
+    sums.coefficient = _mm512_cvtss_f32(units.coefficient);
+    for (std::size_t t = begin; t < end; t += 16) {
+      const __m512i w = whole(_mm512_load_ps(products + t), units.down, units.by);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + t), _mm512_cvtepi32_epi16(w));
+    }
+    return sums;
+  }
+
+  static void soften_rows(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
+                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
+                          std::size_t dim) {
+    // Of a page: scales, and the zero points behind them.
+    alignas(64) float widened[2 * layout::kMaxPageTokens];
+    const bool has_zero_points = part.zero_points != nullptr;
+    for (std::size_t t = begin; t < end; t += 16) _mm512_store_ps(widened + t, widen16(part.scales + t));
+    for (std::size_t t = begin; has_zero_points && t < end; t += 16) {
+      _mm512_store_ps(widened + layout::kMaxPageTokens + t, widen16(part.zero_points + t));
+    }
+    for (std::size_t first = 0; first < rows;) {
+      std::size_t set = 8;
+      while (set > rows - first) set /= 2;
+      const Softening s{widened,
+                        begin,
+                        end,
+                        logits + first * stride,
+                        stride,
+                        states + first,
+                        weights + first * stride,
+                        sums + first,
+                        acc + first * dim,
+                        dim};
+      const auto run = [&](auto count) {
+        if (has_zero_points) {
+          soften_set<decltype(count)::value, true>(s);
+        } else {
+          soften_set<decltype(count)::value, false>(s);
+        }
+      };
+      if (set == 8) run(Count<8>());
+      if (set == 4) run(Count<4>());
+      if (set == 2) run(Count<2>());
+      if (set == 1) run(Count<1>());
+      first += set;
+    }
+  }
+
+ protected:
+  using Tools = Avx512Tools<Unit>;
+  using Tools::between, Tools::exp_negative16, Tools::join_rows, Tools::tree, Tools::trees, Tools::widen16;
+  template <std::size_t N>
+  using Count = typename Tools::template Count<N>;
+
+  // What weights of rows are counted in, from the largest products.
+  struct Units {
+    __m512 coefficient, down, by;
+
+    explicit Units(__m512 largest) {
+      const __m512 range = _mm512_set1_ps(static_cast<float>(kWeightMax));
+      coefficient = _mm512_div_ps(largest, range);
+      // One division instead of one for each token; a power of two keeps its quotient finite.
+      const __m512i e = _mm512_srli_epi32(_mm512_castps_si512(largest), 23);
+      const __m512i at_least = _mm512_max_epi32(e, _mm512_set1_epi32(1));
+      const __m512i bound = _mm512_min_epi32(at_least, _mm512_set1_epi32(253));
+      down = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254), bound), 23));
+      by = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, _mm512_setzero_ps(), _CMP_GT_OQ), range,
+                               _mm512_mul_ps(largest, down));
+    }
+  };
+  static __m512i whole(__m512 product, __m512 down, __m512 by) {
+    return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(product, down), by));
+  }
+
+  // What one call of soften_set works with.
+  struct Softening {
+    const float* widened;  // [2][kMaxPageTokens]: scales, zero points
+    std::size_t begin, end;
+    const float* logits;
+    std::size_t stride;
+    SoftmaxState* states;
+    std::int16_t* weights;
+    WeightSums* sums;
+    float* acc;
+    std::size_t dim;
+  };
+
+  // What is one number of a row is computed for all rows at once, lane r being row r.
+  template <std::size_t kRows, bool kZeroPoints>
+  [[gnu::flatten]] static void soften_set(const Softening& s) {
+    const std::size_t begin = s.begin, end = s.end, stride = s.stride;
+    const float* widened = s.widened;
+    alignas(64) float products[kRows][layout::kMaxPageTokens];
+    alignas(64) float tops[16], downs[16], bys[16], coefficients[16], probabilities[16], zeros[16];
+    __m512 most[kRows], totals[kRows], zero[kRows];
+    for (std::size_t r = 0; r < kRows; ++r) {
+      const float* row = s.logits + r * stride;
+      __m512 m = _mm512_set1_ps(-3.402823466e38f);  // no logit is less
+      for_tiles(begin, end, [&](std::size_t t) { m = _mm512_max_ps(m, _mm512_loadu_ps(row + t)); });
+      most[r] = m;
+    }
+    const typename Tools::Larger larger;
+    constexpr auto kStates = static_cast<__mmask8>((1u << kRows) - 1u);
+    const __m512 old = _mm512_castsi512_ps(_mm512_maskz_loadu_epi64(kStates, s.states));
+    const __m512 old_sum =
+        _mm512_permutexvar_ps(_mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 1, 1, 1, 1, 1, 1, 1, 1), old);
+    const __m512 old_largest =
+        _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 0, 0, 0, 0, 0, 0, 0, 0), old);
+    const __mmask16 known = _mm512_cmp_ps_mask(old_sum, _mm512_setzero_ps(), _CMP_GT_OQ);
+    const __m512 of_page = join_rows(most, larger);
+    const __m512 largest = _mm512_mask_max_ps(of_page, known, of_page, old_largest);
+    const __m512 factor = _mm512_maskz_mov_ps(known, exp_negative16(_mm512_sub_ps(old_largest, largest)));
+    _mm512_store_ps(tops, largest);
+    for (std::size_t r = 0; r < kRows; ++r) {
+      const float* row = s.logits + r * stride;
+      const __m512 top = _mm512_set1_ps(-tops[r]);
+      __m512 m = _mm512_setzero_ps(), total = m, z = m;
+      for_tiles(begin, end, [&](std::size_t t) {
+        const __m512 p = exp_negative16(_mm512_add_ps(top, _mm512_loadu_ps(row + t)));
+        const __m512 product = _mm512_mul_ps(p, _mm512_load_ps(widened + t));
+        total = _mm512_add_ps(total, p);
+        m = _mm512_max_ps(m, product);
+        if constexpr (kZeroPoints) {
+          z = _mm512_fmadd_ps(p, _mm512_load_ps(widened + layout::kMaxPageTokens + t), z);
+        }
+        _mm512_store_ps(products[r] + t, product);
+      });
+      most[r] = m, totals[r] = total;
+      if constexpr (kZeroPoints) zero[r] = z;
+    }
+    const Units units(join_rows(most, larger));
+    const __m512 total = trees(totals);
+    _mm512_store_ps(coefficients, units.coefficient);
+    _mm512_store_ps(downs, units.down);
+    _mm512_store_ps(bys, units.by);
+    _mm512_store_ps(probabilities, total);
+    _mm512_store_ps(zeros, _mm512_setzero_ps());
+    if constexpr (kZeroPoints) _mm512_store_ps(zeros, trees(zero));
+    const __m512 sum = _mm512_fmadd_ps(old_sum, factor, total);
+    const __m512i pairs = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    _mm512_mask_storeu_epi64(s.states, kStates, _mm512_castps_si512(_mm512_permutex2var_ps(largest, pairs, sum)));
+    for (std::size_t r = 0; r < kRows; ++r) {
+      std::int16_t* to = s.weights + r * stride;
+      const __m512 down = _mm512_set1_ps(downs[r]), by = _mm512_set1_ps(bys[r]);
+      for_tiles(begin, end, [&](std::size_t t) {
+        const __m512i w = whole(_mm512_load_ps(products[r] + t), down, by);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + t), _mm512_cvtepi32_epi16(w));
+      });
+      s.sums[r] = WeightSums{coefficients[r], probabilities[r], zeros[r]};
+    }
+    // Few pages have a larger logit than all before them.
+    const __mmask16 less = _mm512_mask_cmp_ps_mask(known, factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
+    unsigned rest = less & ((1u << kRows) - 1u);
+    if (rest == 0) return;
+    _mm512_store_ps(tops, factor);
+    for (; rest != 0; rest &= rest - 1) {
+      const auto r = static_cast<std::size_t>(std::countr_zero(rest));
+      const __m512 by = _mm512_set1_ps(tops[r]);
+      for (float* at = s.acc + r * s.dim; at != s.acc + (r + 1) * s.dim; at += 16) {
+        _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), by));
+      }
+    }
+  }
+  // visit(t) for the tiles of [begin, end); a page of 64 tokens, or what is left of it, without a loop.
+  template <class Visit>
+  [[gnu::always_inline]] static void for_tiles(std::size_t begin, std::size_t end, Visit visit) {
+    std::size_t t = begin;
+    for (; t + 64 <= end; t += 64) visit(t), visit(t + 16), visit(t + 32), visit(t + 48);
+    for (; t < end; t += 16) visit(t);
+  }
+};
+
+}  // namespace turboquant::kernels
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#pragma GCC diagnostic pop
+#endif
+
+#endif
