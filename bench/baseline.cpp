@@ -18,7 +18,12 @@
 #endif
 
 // Unrolled checks would take a sanitizer's build two minutes.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define BENCH_UNROLL
+#endif
+#endif
+#if defined(BENCH_UNROLL) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define BENCH_UNROLL
 #elif defined(__clang__)
 #define BENCH_UNROLL _Pragma("clang loop unroll(full)")

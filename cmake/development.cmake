@@ -10,6 +10,17 @@ if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   set(is_sanitized TRUE)
 endif()
 
+# The best kernels that this machine can run, as a name of Isa; empty where that is not known.
+set(host_isa "")
+if(NOT CMAKE_CROSSCOMPILING AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$" AND EXISTS /proc/cpuinfo)
+  file(STRINGS /proc/cpuinfo cpu REGEX "^flags" LIMIT_COUNT 1)
+  if(cpu MATCHES "avx512_?vnni" AND cpu MATCHES "avx512_?vbmi ")
+    set(host_isa avx512)
+  elseif(cpu MATCHES "avx2 ")
+    set(host_isa avx2)
+  endif()
+endif()
+
 find_program(TURBOQUANT_CCACHE ccache)
 mark_as_advanced(TURBOQUANT_CCACHE)
 if(TURBOQUANT_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)

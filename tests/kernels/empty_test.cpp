@@ -39,9 +39,11 @@ using Formats = testing::Types<TQ2, TQ3, TQ4, TQ8, Format<PolarQuant<1>, ScalarQ
                                Format<PolarQuant<2>, ScalarQuant<4>>, Format<PolarQuant<3>, ScalarQuant<8>>>;
 TYPED_TEST_SUITE(Nothing, Formats);
 
-// A page of which only the shape exists.
+// A page of which only the shape and room for codes exist.
 kernels::CodedPart empty_part(unsigned center_bits) {
+  static const std::array<std::uint8_t, 16 * kDim> codes{};
   kernels::CodedPart part;
+  part.fragments = codes.data();
   part.dim = kDim;
   part.page_tokens = 16;
   part.center_bits = center_bits;
