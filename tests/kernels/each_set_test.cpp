@@ -163,6 +163,46 @@ TYPED_TEST(PerSet, RowsAreSoftenedTogetherAsOneByOne) {
   }
 }
 
+// Pages together or one by one, with the same bits. Whatever the bytes, they are codes.
+TYPED_TEST(PerSet, PagesAreScoredTogetherAsOneByOne) {
+  constexpr std::size_t kDim = 80, kTokens = 48, kPages = 3, kStride = 256;
+  for (const std::uint32_t format : {TQ3::id, TQ4::id, TQ8::id}) {
+    const detail::Operations& with = *tests::find_operations(format, TypeParam::isa);
+    const layout::SideShape side{.dim = kDim, .code_bits = with.key_bits};
+    const layout::PageLayout page = layout::page_layout({.tokens = kTokens, .kv_heads = 1, .key = side, .value = side});
+    std::vector<std::uint8_t> bytes(kPages * page.bytes);
+    std::vector<bfloat16> scales(kPages * kTokens);
+    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(oracle::hash(format, i, 1));
+    for (std::size_t i = 0; i < scales.size(); ++i) scales[i] = to_bfloat16(0.01F * static_cast<float>(1 + i % 17));
+    std::vector<kernels::CodedPart> parts(kPages);
+    for (std::size_t p = 0; p < kPages; ++p) {
+      const std::uint8_t* head = bytes.data() + p * page.bytes + page.head_offset(0);
+      parts[p].dim = kDim;
+      parts[p].page_tokens = kTokens;
+      parts[p].center_bits = 8;
+      parts[p].center_scale = 0.03F * static_cast<float>(p + 1);
+      parts[p].center = head + page.key.center;
+      parts[p].scales = scales.data() + p * kTokens;
+      parts[p].fragments = head + page.key.fragments;
+    }
+    for (const std::size_t rows : {1U, 3U, 4U, 8U, 19U}) {
+      const Rotation rotation(1, kDim);
+      const Block queries = gaussian_block(rows, rows, 1, kDim);
+      std::vector<float> normal(rows * kDim), rotated(rows * kDim), step(rows), unit(rows), factor(rows, 0.1F);
+      std::vector<std::int8_t> planes(rows * kDim * with.query_planes);
+      kernels::QueryBlock block{
+          rows, kDim, normal.data(), rotated.data(), planes.data(), with.query_planes, step.data(), unit.data()};
+      for (std::size_t r = 0; r < rows; ++r) with.prepare_query(detail::view_of(rotation), queries.row(r), block, r);
+      std::vector<float> together(rows * kStride, 7), single = together;
+      with.score_pages(parts, block, factor.data(), together.data(), kStride);
+      for (std::size_t p = 0; p < kPages; ++p) {
+        with.score(parts[p], 0, kTokens / 16, block, 0, rows, factor.data(), single.data() + p * kTokens, kStride);
+      }
+      EXPECT_EQ(together, single) << format << ", " << rows << " rows";
+    }
+  }
+}
+
 // Rounded products are not fused with what rounds them: one step more or less of a query moves a logit by 2e-4.
 // (As the container calls them: whether a compiler fuses differs from unit to unit.)
 TYPED_TEST(PerSet, QueriesHaveThePortableBits) {

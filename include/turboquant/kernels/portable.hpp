@@ -109,27 +109,31 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
   template <class Rotate>
   static void prepare_query_by(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r,
                                Rotate rotate_row) {
-    float* normal = block.normal + r * block.dim;
-    float* rotated = block.rotated + r * block.dim;
-    std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
-    block.unit[r] = normalize(q, block.dim, normal);
+    const std::size_t dim = block.dim;  // of its own: what is written as bytes may lie anywhere
+    const bool one_plane = block.plane_count == 1;
+    float* normal = block.normal + r * dim;
+    float* rotated = block.rotated + r * dim;
+    std::int8_t* planes = block.planes + r * block.plane_count * dim;
+    block.unit[r] = normalize(q, dim, normal);
     rotate_row(rotation, normal, rotated);
-    const float largest = largest_magnitude(rotated, block.dim);
-    const float range = block.plane_count == 1 ? 127.0f : 16319.0f;  // 128 * 127 + 63
+    const float largest = largest_magnitude(rotated, dim);
+    const float range = one_plane ? 127.0f : 16319.0f;  // 128 * 127 + 63
     block.step[r] = largest / range;
     const float inverse = largest > 0 ? range / largest : 0.0f;
     float scaled[kMaxRow];
-    for (std::size_t i = 0; i < block.dim; ++i) scaled[i] = rotated[i] * inverse;
+    for (std::size_t i = 0; i < dim; ++i) scaled[i] = rotated[i] * inverse;
     forget(scaled);  // rounding begins with an addition
-    for (std::size_t i = 0; i < block.dim; ++i) {
-      const std::int32_t level = round_even(scaled[i]);
-      if (block.plane_count == 1) {
-        planes[i] = static_cast<std::int8_t>((std::min)((std::max)(level, -127), 127));
-      } else {
-        const std::int32_t high = (std::min)((std::max)((level + 64) >> 7, -127), 127);
-        planes[i] = static_cast<std::int8_t>(high);
-        planes[block.dim + i] = static_cast<std::int8_t>((std::min)((std::max)(level - high * 128, -64), 63));
+    if (one_plane) {
+      for (std::size_t i = 0; i < dim; ++i) {
+        planes[i] = static_cast<std::int8_t>((std::min)((std::max)(round_even(scaled[i]), -127), 127));
       }
+      return;
+    }
+    for (std::size_t i = 0; i < dim; ++i) {
+      const std::int32_t level = round_even(scaled[i]);
+      const std::int32_t high = (std::min)((std::max)((level + 64) >> 7, -127), 127);
+      planes[i] = static_cast<std::int8_t>(high);
+      planes[dim + i] = static_cast<std::int8_t>((std::min)((std::max)(level - high * 128, -64), 63));
     }
   }
 

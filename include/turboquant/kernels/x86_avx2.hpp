@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 // The region adds AVX2 to what the translation unit may use anyway, and no fused multiply-add: built without flags,
 // every float product is rounded, as in the portable kernels. (Taking AVX-512 away from a unit that has it is no
@@ -132,12 +131,6 @@ struct Avx2Kernels : Avx2Products<Unit> {
                        _mm_packs_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
     }
     return sums;
-  }
-
-  template <class Codes>
-  static void score_pages(std::span<const CodedPart> parts, const Codes& codes, const QueryBlock& block,
-                          const float* factor, float* logits, std::size_t stride) {
-    Base::template score_each<Avx2Kernels>(parts, codes, block, factor, logits, stride);
   }
 
   static void soften_rows(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,

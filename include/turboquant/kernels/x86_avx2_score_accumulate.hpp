@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <type_traits>
 
 // The region is that of x86_avx2.hpp.
@@ -227,31 +228,13 @@ struct Avx2Products : Avx2Encoders<Unit> {
   static void score(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
                     const QueryBlock& block, std::size_t row_begin, std::size_t row_end, const float* factor,
                     float* logits, std::size_t stride) {
-    alignas(32) std::int16_t numbers[kBlock * kMaxRow];
-    alignas(32) std::uint8_t unpacked[16 * kMaxRow];
-    alignas(32) float center[kMaxRow];
-    decode_center8(part, center);
-    const std::size_t groups = part.dim / 16, tile_bytes = groups * layout::fragment_bytes(Codes::bits);
-    const Avx2Reader<Unit, Codes> reader(codes);
-    std::ptrdiff_t ahead = fetch_head(part);
-    for (std::size_t first = row_begin; first < row_end; first += kBlock, ahead = 0) {
-      const std::size_t rows = (std::min)(kBlock, row_end - first);
-      std::int32_t start[kBlock];
-      float shared[kBlock];
-      for (std::size_t r = 0; r < rows; ++r) {
-        start[r] = pair_query(block, first + r, numbers + r * part.dim);
-        shared[r] = part.center_bits != 0 ? dot(block.rotated + (first + r) * block.dim, center, block.dim) : 0.0f;
-      }
-      for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
-        const std::uint8_t* fragments = part.fragments + tile * tile_bytes;
-        const Avx2Run<Unit, Codes> run{reader, fragments, fragments + tile_bytes - 16, ahead};
-        for_rows(run, groups, rows, unpacked, [&](auto count, const auto& levels, std::size_t r) {
-          score_rows<decltype(count)::value>(part, levels, tile, numbers + r * part.dim, start + r,
-                                             block.step + first + r, shared + r, factor + first + r,
-                                             logits + (first + r - row_begin) * stride, stride);
-        });
-      }
-    }
+    score_parts({&part, 1}, codes, tile_begin, tile_end, block, row_begin, row_end, factor, logits, stride);
+  }
+
+  template <class Codes>
+  static void score_pages(std::span<const CodedPart> parts, const Codes& codes, const QueryBlock& block,
+                          const float* factor, float* logits, std::size_t stride) {
+    score_parts(parts, codes, 0, parts[0].page_tokens / 16, block, 0, block.rows, factor, logits, stride);
   }
 
   template <class Codes>
@@ -294,6 +277,40 @@ struct Avx2Products : Avx2Encoders<Unit> {
   static constexpr std::size_t kBlock = 16;  // rows that share one unpacking
   template <std::size_t N>
   using Count = std::integral_constant<std::size_t, N>;
+
+  template <class Codes>
+  static void score_parts(std::span<const CodedPart> parts, const Codes& codes, std::size_t tile_begin,
+                          std::size_t tile_end, const QueryBlock& block, std::size_t row_begin, std::size_t row_end,
+                          const float* factor, float* logits, std::size_t stride) {
+    alignas(32) std::int16_t numbers[kBlock * kMaxRow];
+    alignas(32) std::uint8_t unpacked[16 * kMaxRow];
+    alignas(32) float center[kMaxRow];
+    const std::size_t dim = block.dim, groups = dim / 16, tile_bytes = groups * layout::fragment_bytes(Codes::bits);
+    const Avx2Reader<Unit, Codes> reader(codes);
+    for (std::size_t first = row_begin; first < row_end; first += kBlock) {
+      const std::size_t rows = (std::min)(kBlock, row_end - first);
+      std::int32_t start[kBlock];
+      float shared[kBlock];
+      for (std::size_t r = 0; r < rows; ++r) start[r] = pair_query(block, first + r, numbers + r * dim);
+      float* to = logits + (first - row_begin) * stride;
+      for (const CodedPart& part : parts) {
+        const std::ptrdiff_t ahead = first == row_begin ? fetch_head(part) : 0;
+        if (part.center_bits != 0) decode_center8(part, center);
+        for (std::size_t r = 0; r < rows; ++r) {
+          shared[r] = part.center_bits != 0 ? dot(block.rotated + (first + r) * dim, center, dim) : 0.0f;
+        }
+        for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
+          const std::uint8_t* fragments = part.fragments + tile * tile_bytes;
+          const Avx2Run<Unit, Codes> run{reader, fragments, fragments + tile_bytes - 16, ahead};
+          for_rows(run, groups, rows, unpacked, [&](auto count, const auto& levels, std::size_t r) {
+            score_rows<decltype(count)::value>(part, levels, tile, numbers + r * dim, start + r, block.step + first + r,
+                                               shared + r, factor + first + r, to + r * stride, stride);
+          });
+        }
+        to += part.page_tokens;
+      }
+    }
+  }
 
   static __m256 widen8(const bfloat16* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

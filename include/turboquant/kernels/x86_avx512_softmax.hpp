@@ -197,8 +197,9 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     // Of a page: scales, and the zero points behind them.
     alignas(64) float widened[2 * layout::kMaxPageTokens];
     const bool has_zero_points = part.zero_points != nullptr;
-    for (std::size_t t = begin; t < end; t += 16) _mm512_store_ps(widened + t, widen16(part.scales + t));
-    for (std::size_t t = begin; has_zero_points && t < end; t += 16) {
+    const std::size_t shared = rows > 1 ? end : begin;
+    for (std::size_t t = begin; t < shared; t += 16) _mm512_store_ps(widened + t, widen16(part.scales + t));
+    for (std::size_t t = begin; has_zero_points && t < shared; t += 16) {
       _mm512_store_ps(widened + layout::kMaxPageTokens + t, widen16(part.zero_points + t));
     }
     for (std::size_t first = 0; first < rows;) {
@@ -224,7 +225,7 @@ struct Avx512Softmax : Avx512Tools<Unit> {
       if (set == 8) run(Count<8>());
       if (set == 4) run(Count<4>());
       if (set == 2) run(Count<2>());
-      if (set == 1) run(Count<1>());
+      if (set == 1) soften_row(part, s);
       first += set;
     }
   }
@@ -259,7 +260,7 @@ struct Avx512Softmax : Avx512Tools<Unit> {
   struct Softening {
     const float* widened;  // [2][kMaxPageTokens]: scales, zero points
     std::size_t begin, end;
-    const float* logits;
+    float* logits;
     std::size_t stride;
     SoftmaxState* states;
     std::int16_t* weights;
@@ -267,6 +268,18 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     float* acc;
     std::size_t dim;
   };
+
+  // A row alone shares nothing.
+  static void soften_row(const CodedPart& part, const Softening& s) {
+    const bool known = s.states[0].sum > 0;
+    const float factor = softmax_step(s.logits, s.begin, s.end, s.begin, s.end, s.states[0]);
+    if (known && factor != 1.0f) scale(s.acc, s.dim, factor);
+    s.sums[0] = weigh(part, s.logits, s.begin, s.end, s.weights);
+  }
+  static void scale(float* row, std::size_t dim, float factor) {
+    const __m512 by = _mm512_set1_ps(factor);
+    for (std::size_t i = 0; i < dim; i += 16) _mm512_storeu_ps(row + i, _mm512_mul_ps(_mm512_loadu_ps(row + i), by));
+  }
 
   // What is one number of a row is computed for all rows at once, lane r being row r.
   template <std::size_t kRows, bool kZeroPoints>
@@ -338,10 +351,7 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     _mm512_store_ps(tops, factor);
     for (; rest != 0; rest &= rest - 1) {
       const auto r = static_cast<std::size_t>(std::countr_zero(rest));
-      const __m512 by = _mm512_set1_ps(tops[r]);
-      for (float* at = s.acc + r * s.dim; at != s.acc + (r + 1) * s.dim; at += 16) {
-        _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), by));
-      }
+      scale(s.acc + r * s.dim, s.dim, tops[r]);
     }
   }
   // visit(t) for the tiles of [begin, end); a page of 64 tokens, or what is left of it, without a loop.
