@@ -187,12 +187,10 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(part.next) -
                                        reinterpret_cast<std::uintptr_t>(part.begin()));
   }
-  // By name: g++ takes a function that only fetches for one without effect, and drops calls of it.
   template <std::size_t kBytes>
   [[gnu::always_inline]] static void fetch_bytes(const std::uint8_t* from) {
-    __asm__ volatile("prefetcht0 %0" : : "m"(*from));
-    if constexpr (kBytes > 64) __asm__ volatile("prefetcht0 %0" : : "m"(from[64]));
-    if constexpr (kBytes > 128) fetch_bytes<kBytes - 128>(from + 128);
+    fetch_line(from);
+    if constexpr (kBytes > 64) fetch_bytes<kBytes - 64>(from + 64);
   }
   static const std::uint8_t* moved(const std::uint8_t* from, std::ptrdiff_t distance) {
     return reinterpret_cast<const std::uint8_t*>(reinterpret_cast<std::uintptr_t>(from) +
