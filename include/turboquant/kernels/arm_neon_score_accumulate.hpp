@@ -168,6 +168,7 @@ struct NeonProducts : PortableKernels<Unit> {
       if (part.center_bits != 0) Base::decode_center(part, center);
       const std::size_t groups = part.dim / 16;
       for (std::size_t first = row_begin; first < row_end; first += kSet) {
+        const std::ptrdiff_t ahead = first == row_begin ? distance_to_fetch(part) : 0;
         const std::size_t rows = (std::min)(kSet, row_end - first);
         float shared[kSet] = {};
         if (part.center_bits != 0) {
@@ -178,6 +179,7 @@ struct NeonProducts : PortableKernels<Unit> {
         for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
           const std::uint8_t* fragments = Base::fragment_at(layout::Side::key, part, codes, tile, 0);
           const std::uint8_t* before = Base::history_of(layout::Side::key, part, codes, tile, 0);
+          fetch_run(fragments, groups * layout::fragment_bytes(Codes::bits), ahead);
           const auto score_all = [&](const auto& from, const std::uint8_t* at) {
             for (std::size_t r = 0; r < rows; r += kRows) {
               with_count<kRows>(rows - r, [&](auto n) {
@@ -211,6 +213,7 @@ struct NeonProducts : PortableKernels<Unit> {
     float center[kMaxRow];
     Base::decode_center(part, center);
     for (std::size_t first = 0; first < rows; first += kSet) {
+      const std::ptrdiff_t ahead = first == 0 ? distance_to_fetch(part) : 0;
       const std::size_t set = (std::min)(kSet, rows - first);
       std::int8_t planes[kSet][2][kMaxPage];  // weight = 128 planes[0] + planes[1]
       for (std::size_t r = 0; r < set; ++r) {
@@ -221,6 +224,7 @@ struct NeonProducts : PortableKernels<Unit> {
       for (std::size_t group = 0; group < part.dim / 16; ++group) {
         const std::uint8_t* fragments = Base::fragment_at(layout::Side::value, part, codes, tile_begin, group);
         const std::uint8_t* before = Base::history_of(layout::Side::value, part, codes, tile_begin, group);
+        fetch_run(fragments, tiles * layout::fragment_bytes(Codes::bits), ahead);
         const auto accumulate_all = [&](const auto& from, const std::uint8_t* at) {
           for (std::size_t r = 0; r < set; r += kRows) {
             with_count<kRows>(set - r, [&](auto n) {
@@ -247,6 +251,14 @@ struct NeonProducts : PortableKernels<Unit> {
 
   static constexpr std::size_t kSums = 4;  // planes of numbers whose sums, four registers each, stay in registers
   static constexpr std::size_t kSet = 16;  // rows that share the unpacking of a run
+
+  // The next part is fetched while this one is read, the same run of it at a time.
+  static std::ptrdiff_t distance_to_fetch(const CodedPart& part) { return part.streams ? 0 : fetch_head(part); }
+  static void fetch_run(const std::uint8_t* run, std::size_t bytes, std::ptrdiff_t distance) {
+    if (distance == 0) return;
+    const auto from = reinterpret_cast<std::uintptr_t>(run) + static_cast<std::uintptr_t>(distance);
+    for (std::size_t at = 0; at < bytes; at += 64) fetch_line(reinterpret_cast<const void*>(from + at));
+  }
 
   // f(NeonIndex<n>()) for the smaller of n and kMost, n > 0.
   template <std::size_t kMost, class F>

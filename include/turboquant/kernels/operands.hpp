@@ -67,6 +67,15 @@ inline void fetch_line(const void* address) {
 #endif
 }
 
+/// Fetches what lies before the fragments of the part that is read next. Returns how far behind a byte of `part` the
+/// same byte of that part lies; 0 without such a part.
+inline std::ptrdiff_t fetch_head(const CodedPart& part) {
+  if (part.next == nullptr) return 0;
+  for (std::ptrdiff_t at = 0; at < part.fragments - part.begin(); at += 64) fetch_line(part.next + at);
+  return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(part.next) -
+                                     reinterpret_cast<std::uintptr_t>(part.begin()));
+}
+
 /// Queries of one block, prepared: q[r] = unit[r] * normal[r], |normal| in [1, 4) at its largest coordinate, so that no
 /// dot product with a stored key (at most 2^96) overflows.
 struct QueryBlock {

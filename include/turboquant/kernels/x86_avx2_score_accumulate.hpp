@@ -247,7 +247,7 @@ struct Avx2Products : Avx2Encoders<Unit> {
     decode_center8(part, center);
     const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16, count = tile_end - tile_begin;
     const Avx2Reader<Unit, Codes> reader(codes);
-    std::ptrdiff_t ahead = fetch_head(part);
+    std::ptrdiff_t ahead = part.streams ? 0 : fetch_head(part);
     for (std::size_t first = 0; first < rows; first += kBlock, ahead = 0) {
       const std::size_t set = (std::min)(kBlock, rows - first);
       std::int32_t start[kBlock];
@@ -294,7 +294,7 @@ struct Avx2Products : Avx2Encoders<Unit> {
       for (std::size_t r = 0; r < rows; ++r) start[r] = pair_query(block, first + r, numbers + r * dim);
       float* to = logits + (first - row_begin) * stride;
       for (const CodedPart& part : parts) {
-        const std::ptrdiff_t ahead = first == row_begin ? fetch_head(part) : 0;
+        const std::ptrdiff_t ahead = first == row_begin && !part.streams ? fetch_head(part) : 0;
         if (part.center_bits != 0) decode_center8(part, center);
         for (std::size_t r = 0; r < rows; ++r) {
           shared[r] = part.center_bits != 0 ? dot(block.rotated + (first + r) * dim, center, dim) : 0.0f;
@@ -328,14 +328,6 @@ struct Avx2Products : Avx2Encoders<Unit> {
       }
       _mm256_store_ps(out + i, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(level)));
     }
-  }
-
-  // Fetches what lies before the fragments of the next page's part. Returns the distance to that part, 0 for none.
-  static std::ptrdiff_t fetch_head(const CodedPart& part) {
-    if (part.next == nullptr || part.streams) return 0;
-    for (std::ptrdiff_t at = 0; at < part.fragments - part.begin(); at += 64) fetch_line(part.next + at);
-    return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(part.next) -
-                                       reinterpret_cast<std::uintptr_t>(part.begin()));
   }
 
   // The numbers of eight depths in the order (0, 2) (1, 3) (4, 6) (5, 7). Both planes of a query are one number of 16

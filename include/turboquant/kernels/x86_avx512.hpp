@@ -86,7 +86,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
                          const WeightSums* sums, float* out, std::size_t out_stride) {
     const Avx512Reader<Unit, Codes, 128> reader(codes);
-    fetch_head(part);
+    const std::ptrdiff_t distance = fetch_head(part);
     for (std::size_t first = 0; first < rows;) {
       std::size_t set = 8;
       while (set > rows - first) set /= 2;
@@ -94,7 +94,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
       a.sums = sums + first;
       a.out = out + first * out_stride;
       a.stride = out_stride;
-      a.distance = first == 0 ? distance_to_next(part) : 0;
+      a.distance = first == 0 ? distance : 0;
       const std::int16_t* from = weights + first * weight_stride;
       if (set == 8) accumulate_rows<8>(part, reader, tile_begin, tile_end, from, weight_stride, a);
       if (set == 4) accumulate_rows<4>(part, reader, tile_begin, tile_end, from, weight_stride, a);
@@ -154,12 +154,6 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     return _mm512_setzero_ps();
   }
 
-  // The sections before the fragments of the part that is read next.
-  static void fetch_head(const CodedPart& part) {
-    if (part.next == nullptr) return;
-    const auto bytes = static_cast<std::size_t>(part.fragments - part.begin());
-    for (std::size_t i = 0; i < bytes; i += 64) fetch_line(part.next + i);
-  }
   template <std::size_t kRows>
   [[gnu::flatten]] static void accumulate_raw_rows(const bfloat16* values, std::size_t count, std::size_t dim,
                                                    const float* p, std::size_t p_stride, float* out,
@@ -180,13 +174,6 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     }
   }
 
-  // How far behind a byte of this part the same byte of the part that is read next lies; 0 without such a part: then
-  // fetching asks for what is being read.
-  static std::ptrdiff_t distance_to_next(const CodedPart& part) {
-    if (part.next == nullptr) return 0;
-    return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(part.next) -
-                                       reinterpret_cast<std::uintptr_t>(part.begin()));
-  }
   template <std::size_t kBytes>
   [[gnu::always_inline]] static void fetch_bytes(const std::uint8_t* from) {
     fetch_line(from);
@@ -249,11 +236,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     constexpr std::size_t kTiles = kRows <= 2 ? 4 : 2;
     prepare_rows<kRows>(parts[0].dim, s);
     for (const CodedPart& part : parts) {
-      s.distance = 0;
-      if (s.fetches) {
-        fetch_head(part);
-        s.distance = distance_to_next(part);
-      }
+      s.distance = s.fetches ? fetch_head(part) : 0;
       multiply_center<kRows>(part, s);
       std::size_t tile = tile_begin;
       for (; tile + kTiles <= tile_end; tile += kTiles) score_tiles<kRows, kTiles>(part, reader, tile, s);
