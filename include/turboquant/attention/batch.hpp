@@ -20,7 +20,7 @@ struct AttentionParams {
   float softcap = 0;                      ///< logit -> softcap tanh(logit / softcap), not negative; 0: none
   std::span<const float> alibi_slopes{};  ///< one per query head, or none
   std::span<const float> sink_logits{};   ///< one per query head, or none: a logit after scaling that takes part in the
-                                         ///< sum only; minus infinity: no sink for this head
+                                          ///< sum only; minus infinity: no sink for this head
 };
 
 /// One sequence's part of a step. `out` and `lse` overlap no other rows of the batch. An output beyond the range of the

@@ -265,8 +265,8 @@ struct AttentionJob {
       const std::size_t shift = entry.begin - entry.first;  // position of the page's token 0, modulo 2^64
       const std::size_t tile_begin = (low - shift) / 16, tile_end = (high - shift + 15) / 16;
       const std::byte* next = view.page_behind(e, end_entry);
-      const CodedPart keys = layer.part(entry.memory, Side::key, kv_head, next, true);
-      const CodedPart values = layer.part(entry.memory, Side::value, kv_head, next, true);
+      const CodedPart keys = layer.part(entry.memory, Side::key, kv_head, next);
+      const CodedPart values = layer.part(entry.memory, Side::value, kv_head, next);
       float* logits = b.logits + row_begin * RowBlock::kChunk;
       layer.operations->score(keys, tile_begin, tile_end, b.query, row_begin, row_end, b.factor, logits,
                               RowBlock::kChunk);

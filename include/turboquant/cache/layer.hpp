@@ -48,9 +48,9 @@ struct Layer {
            (head * layout::kTileTokens + token) * shape.value_dim;
   }
 
-  // next_page: the one that is read next, or null. It is not read here. both_sides: keys and values are read in turn.
-  CodedPart part(const std::byte* page_memory, Side side, std::size_t head, const std::byte* next_page = nullptr,
-                 bool both_sides = false) const {
+  // next_page: the one that is read next, or null. It is not read here.
+  CodedPart part(const std::byte* page_memory, Side side, std::size_t head,
+                 const std::byte* next_page = nullptr) const {
     const layout::SideLayout& at = side == Side::key ? page.key : page.value;
     const std::byte* memory = page_memory + page.head_offset(head);
     const auto* bytes = reinterpret_cast<const std::uint8_t*>(memory);
@@ -69,8 +69,7 @@ struct Layer {
     part.fragments = bytes + at.fragments;
     if (next_page != nullptr) {
       part.next = reinterpret_cast<const std::uint8_t*>(next_page + page.head_offset(head) + at.center);
-      part.streams = both_sides && shape.kv_heads == 1 && next_page == page_memory + page.bytes;
-      if (!part.streams) kernels::fetch_line(next_page + layout::PageLayout::center_scale_offset(side, head));
+      kernels::fetch_line(next_page + layout::PageLayout::center_scale_offset(side, head));
     }
     return part;
   }

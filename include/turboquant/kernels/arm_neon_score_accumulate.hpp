@@ -168,7 +168,7 @@ struct NeonProducts : PortableKernels<Unit> {
       if (part.center_bits != 0) Base::decode_center(part, center);
       const std::size_t groups = part.dim / 16;
       for (std::size_t first = row_begin; first < row_end; first += kSet) {
-        const std::ptrdiff_t ahead = first == row_begin ? distance_to_fetch(part) : 0;
+        const std::ptrdiff_t ahead = first == row_begin ? fetch_head(part) : 0;
         const std::size_t rows = (std::min)(kSet, row_end - first);
         float shared[kSet] = {};
         if (part.center_bits != 0) {
@@ -213,7 +213,7 @@ struct NeonProducts : PortableKernels<Unit> {
     float center[kMaxRow];
     Base::decode_center(part, center);
     for (std::size_t first = 0; first < rows; first += kSet) {
-      const std::ptrdiff_t ahead = first == 0 ? distance_to_fetch(part) : 0;
+      const std::ptrdiff_t ahead = first == 0 ? fetch_head(part) : 0;
       const std::size_t set = (std::min)(kSet, rows - first);
       std::int8_t planes[kSet][2][kMaxPage];  // weight = 128 planes[0] + planes[1]
       for (std::size_t r = 0; r < set; ++r) {
@@ -253,7 +253,6 @@ struct NeonProducts : PortableKernels<Unit> {
   static constexpr std::size_t kSet = 16;  // rows that share the unpacking of a run
 
   // The next part is fetched while this one is read, the same run of it at a time.
-  static std::ptrdiff_t distance_to_fetch(const CodedPart& part) { return part.streams ? 0 : fetch_head(part); }
   static void fetch_run(const std::uint8_t* run, std::size_t bytes, std::ptrdiff_t distance) {
     if (distance == 0) return;
     const auto from = reinterpret_cast<std::uintptr_t>(run) + static_cast<std::uintptr_t>(distance);

@@ -44,8 +44,6 @@ struct CodedPart {
   /// `begin()` of the same part of the page that is read next, to be fetched into the caches meanwhile: a hint; or
   /// null.
   const std::uint8_t* next = nullptr;
-  /// All bytes up to `next` are read, forward: some machines then fetch it best by themselves.
-  bool streams = false;
 
   /// The first byte of the part: its sections lie one behind the other, fragments last.
   const std::uint8_t* begin() const {

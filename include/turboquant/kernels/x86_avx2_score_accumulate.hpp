@@ -247,7 +247,7 @@ struct Avx2Products : Avx2Encoders<Unit> {
     decode_center8(part, center);
     const std::size_t tiles = part.page_tokens / 16, groups = part.dim / 16, count = tile_end - tile_begin;
     const Avx2Reader<Unit, Codes> reader(codes);
-    std::ptrdiff_t ahead = part.streams ? 0 : fetch_head(part);
+    std::ptrdiff_t ahead = fetch_head(part);
     for (std::size_t first = 0; first < rows; first += kBlock, ahead = 0) {
       const std::size_t set = (std::min)(kBlock, rows - first);
       std::int32_t start[kBlock];
@@ -294,7 +294,7 @@ struct Avx2Products : Avx2Encoders<Unit> {
       for (std::size_t r = 0; r < rows; ++r) start[r] = pair_query(block, first + r, numbers + r * dim);
       float* to = logits + (first - row_begin) * stride;
       for (const CodedPart& part : parts) {
-        const std::ptrdiff_t ahead = first == row_begin && !part.streams ? fetch_head(part) : 0;
+        const std::ptrdiff_t ahead = first == row_begin ? fetch_head(part) : 0;
         if (part.center_bits != 0) decode_center8(part, center);
         for (std::size_t r = 0; r < rows; ++r) {
           shared[r] = part.center_bits != 0 ? dot(block.rotated + (first + r) * dim, center, dim) : 0.0f;
