@@ -67,6 +67,9 @@ set(tree ${BUILD}/tree)
 set(options "")
 file(REMOVE_RECURSE ${tree}/include)
 file(COPY ${ROOT}/include ${ROOT}/cmake ${ROOT}/docs ${ROOT}/tests ${ROOT}/CMakeLists.txt DESTINATION ${tree})
+# What a run before this one built last has a fault, and is younger than the headers.
+file(GLOB_RECURSE headers ${tree}/include/*.hpp)
+file(TOUCH ${headers})
 
 if(CXX)
   list(APPEND options -D CMAKE_CXX_COMPILER=${CXX})
