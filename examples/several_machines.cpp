@@ -80,7 +80,7 @@ int main(int argc, char** argv) {
     energy += std::pow(static_cast<double>(alone[i]), 2);
   }
   const double relative = std::sqrt(error / energy);
-  is_right = is_right && relative < 1e-4;  // weights are coded relative to a page's maximum, sums have another order
+  is_right = is_right && relative < 1e-4;  // weights are coded relative to a step's maximum, sums have another order
   if (rank == 0) {
     std::printf("%zu tokens on %d rank%s: the output differs from one rank's by %.1e\n", kTokens, ranks,
                 ranks == 1 ? "" : "s", relative);

@@ -359,15 +359,15 @@ class Mirror {
   }
 
   /// Output error to first order: sum of p_j e_j (v_j - out) with e_j the logit errors, independent between keys, so
-  /// the squares add; six of the deviations that result. Softmax weights of a page are rounded to 14 bits of the page's
-  /// largest. The fp32 sums: 2e-6 of the sum of p |v|.
+  /// the squares add; six of the deviations that result. Softmax weights of a step, up to 256 tokens, are rounded to 14 bits of
+  /// the largest of the step, which lies in the token's 256 or beside them. The fp32 sums: 2e-6 of the sum of p |v|.
   template <class KeyRow, class ValueRow>
   Budget budget_of(const double* query, std::size_t dim, const oracle::Row& truth, const oracle::Options& options,
                    std::size_t kv, std::size_t seen, const KeyRow& key, const ValueRow& value,
                    std::size_t value_dim) const {
     const double scale = options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(dim));
     double squares = 0, weight_squares = 0, absolute = 0, lse_bias = 0;
-    std::map<std::size_t, std::pair<double, double>> pages;
+    std::map<std::size_t, std::pair<double, double>> steps;
     for (std::size_t j = 0; j < truth.weights.size(); ++j) {
       const double p = truth.weights[j];
       if (p == 0) continue;
@@ -380,14 +380,20 @@ class Mirror {
       lse_bias += p * deviation * deviation;
       absolute += p * oracle::norm(value(j), value_dim);
       if (code) {
-        auto& [largest, count] = pages[(j - first_) / page_];
+        auto& [largest, count] = steps[(j - first_) / 256];
         largest = std::max(largest, p * centered_values_.row(j, kv)[0]);
         count += 1;
       }
     }
     Budget budget;
     budget.out = 6 * std::sqrt(squares) + 2e-6 * absolute + 1e-37;
-    for (const auto& [page, largest] : pages) budget.out += 0x1p-14 * largest.first * std::sqrt(largest.second);
+    for (const auto& [number, step] : steps) {
+      double largest = step.first;
+      for (const std::size_t beside : {number - 1, number + 1}) {
+        if (const auto found = steps.find(beside); found != steps.end()) largest = std::max(largest, found->second.first);
+      }
+      budget.out += 0x1p-14 * largest * std::sqrt(step.second);
+    }
     budget.lse = 6 * std::sqrt(weight_squares) + lse_bias + 2e-6 * (1 + std::fabs(truth.lse));
     return budget;
   }

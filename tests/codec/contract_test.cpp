@@ -183,6 +183,7 @@ TYPED_TEST(CodecContract, AccumulatesByTheFormula) {
   for (const std::size_t dim : kDims) {
     const auto rows = test::gaussian_rows(dim + 3, 40, dim);
     const test::CodedSide<TypeParam> coded(Side::value, rows, dim, 48);
+    const kernels::CodedPart part = coded.part();
     constexpr std::size_t kRows = 10;
     std::vector<std::int16_t> weights(kRows * 48);
     std::vector<kernels::WeightSums> sums(kRows);
@@ -191,9 +192,9 @@ TYPED_TEST(CodecContract, AccumulatesByTheFormula) {
       for (std::size_t t = 0; t < 48; ++t) {
         p[t] = t < 16 || t >= 40 || r == 4 ? 0.0f : static_cast<float>(std::exp(-std::abs(oracle::gaussian(r, 5, t))));
       }
-      sums[r] = test::Kernels::weigh(coded.part(), p.data(), 16, 48, weights.data() + r * 48);
+      test::Kernels::weigh({&part, 1}, p.data(), 16, 48, weights.data() + r * 48, &sums[r], 1);
     }
-    test::Kernels::accumulate(coded.part(), TypeParam::codes(), 1, 3, kRows, weights.data(), 48, sums.data(),
+    test::Kernels::accumulate({&part, 1}, TypeParam::codes(), 16, 48, kRows, weights.data(), 48, sums.data(), kRows,
                               out.data(), dim);
     std::vector<std::vector<float>> decoded;
     for (std::size_t t = 0; t < 40; ++t) decoded.push_back(coded.decode(t));

@@ -363,7 +363,8 @@ static void check_drafts(void) {
   step(cache, sequence, TOKENS - 7, 7, SERIAL, other);
   CHECK(same(out, other, TOKENS - 8));
 
-  /* Two halves of the keys and a sink, merged, are the whole: three roundings of softmax sums at 1e-6 each. */
+  /* Two halves of the keys and a sink, merged, are the whole. Weights are rounded to 1/32766 of the largest of a step,
+   * which the cut changes: the errors of some ten tokens that weigh as much add up like sqrt(10). */
   static const float kSinks[HEADS] = {0.5f, -1.0f, 2.0f, 0.0f};
   float whole[HEADS * VALUE_DIM], part[2][HEADS * VALUE_DIM], lse[2][HEADS];
   tq_item item = step_item(sequence, 0, 1, out);
@@ -384,7 +385,7 @@ static void check_drafts(void) {
   params.sink_logits = kSinks;
   params.sink_count = HEADS;
   CHECK_OK(tq_attend(cache, 0, &item, 1, &params, NULL));
-  for (size_t i = 0; i < HEADS * VALUE_DIM; ++i) CHECK(fabsf(part[0][i] - whole[i]) < 1e-5f);
+  for (size_t i = 0; i < HEADS * VALUE_DIM; ++i) CHECK(fabsf(part[0][i] - whole[i]) < 1e-4f);
   free(other);
   free(out);
   tq_cache_destroy(cache);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -100,26 +101,51 @@ TYPED_TEST(PerSet, SoftmaxIsThePortableOneWhateverItsRange) {
   }
 }
 
+// Scales and zero points of the parts of a step, which together have 256 columns.
+struct Step {
+  Step(std::uint64_t seed, std::size_t page_tokens, bool has_zero_points) : scales(256), zero_points(256) {
+    const Block others = gaussian_block(seed, 2, 1, 256);
+    for (std::size_t c = 0; c < 256; ++c) {
+      scales[c] = to_bfloat16(std::fabs(others.row(0)[c]));
+      zero_points[c] = to_bfloat16(others.row(1)[c]);
+    }
+    for (std::size_t first = 0; first + page_tokens <= 256; first += page_tokens) {
+      kernels::CodedPart part;
+      part.page_tokens = page_tokens;
+      part.scales = scales.data() + first;
+      if (has_zero_points) part.zero_points = zero_points.data() + first;
+      parts.push_back(part);
+    }
+  }
+  // The parts that the columns [begin, end) begin and end in, and all between; begin and end then count from the first.
+  std::span<const kernels::CodedPart> between(std::size_t& begin, std::size_t& end) const {
+    const std::size_t tokens = parts[0].page_tokens, first = begin / tokens;
+    const std::size_t count = (end + tokens - 1) / tokens - first;
+    begin -= first * tokens, end -= first * tokens;
+    return {parts.data() + first, count};
+  }
+  std::vector<bfloat16> scales, zero_points;
+  std::vector<kernels::CodedPart> parts;
+};
+constexpr std::size_t kPageTokens[] = {16, 48, 64, 128, 256};
+
 TYPED_TEST(PerSet, WeightsAreThePortableOnes) {
   for (std::size_t round = 0; round < 200; ++round) {
     Block p = gaussian_block(round, 1, 1, 256);
-    const Block others = gaussian_block(round + 1000, 2, 1, 256);
-    std::vector<bfloat16> scales(256), zero_points(256);
-    for (std::size_t t = 0; t < 256; ++t) {
-      p.row(0)[t] = round == 0 ? 0 : std::exp(-std::fabs(p.row(0)[t]));
-      scales[t] = to_bfloat16(std::fabs(others.row(0)[t]));
-      zero_points[t] = to_bfloat16(others.row(1)[t]);
-    }
-    kernels::CodedPart part;
-    part.scales = scales.data();
-    if (round % 2 == 0) part.zero_points = zero_points.data();
-    const std::size_t begin = round % 7 * 16, end = begin + 16 + round % 9 * 16;
+    for (std::size_t c = 0; c < 256; ++c) p.row(0)[c] = round == 0 ? 0 : std::exp(-std::fabs(p.row(0)[c]));
+    const Step step(round + 1000, kPageTokens[round % 5], round % 2 == 0);
+    std::size_t begin = round % 7 * 16, end = begin + 16 + round % 9 * 16;
+    const auto parts = step.between(begin, end);
     std::vector<std::int16_t> a(256), b(256);
-    const kernels::WeightSums x = kernels::Portable::weigh(part, p.row(0), begin, end, a.data()),
-                              y = TypeParam::Kernels::weigh(part, p.row(0), begin, end, b.data());
-    EXPECT_EQ(x.coefficient, y.coefficient);
-    EXPECT_EQ(x.probability, y.probability);
-    EXPECT_NEAR(x.zero_point, y.zero_point, TypeParam::fuses ? 1e-5F : 0);
+    std::vector<kernels::WeightSums> x(2 * parts.size()), y = x;
+    kernels::Portable::weigh(parts, p.row(0), begin, end, a.data(), x.data(), 2);
+    TypeParam::Kernels::weigh(parts, p.row(0), begin, end, b.data(), y.data(), 2);
+    for (std::size_t k = 0; k < x.size(); ++k) {
+      EXPECT_EQ(x[k].coefficient, x[k % 2].coefficient);
+      EXPECT_EQ(x[k].coefficient, y[k].coefficient);
+      EXPECT_EQ(x[k].probability, y[k].probability);
+      EXPECT_NEAR(x[k].zero_point, y[k].zero_point, TypeParam::fuses ? 1e-5F : 0);
+    }
     for (std::size_t t = 0; t < 256; ++t) EXPECT_NEAR(a[t], b[t], TypeParam::fuses ? 1 : 0) << t;
   }
 }
@@ -129,16 +155,11 @@ TYPED_TEST(PerSet, RowsAreSoftenedTogetherAsOneByOne) {
   using K = typename TypeParam::Kernels;
   constexpr std::size_t kDim = 48;
   for (std::size_t round = 0; round < 120; ++round) {
-    const std::size_t rows = 1 + round % 13, begin = round % 5 * 16, end = begin + 16 + round % 8 * 16;
-    const Block logits = gaussian_block(round, rows, 1, 256, 4), others = gaussian_block(round + 500, 2, 1, 256);
-    std::vector<bfloat16> scales(256), zero_points(256);
-    for (std::size_t t = 0; t < 256; ++t) {
-      scales[t] = to_bfloat16(std::fabs(others.row(0)[t]));
-      zero_points[t] = to_bfloat16(others.row(1)[t]);
-    }
-    kernels::CodedPart part;
-    part.scales = scales.data();
-    if (round % 2 == 0) part.zero_points = zero_points.data();
+    const std::size_t rows = 1 + round % 13;
+    std::size_t begin = round % 7 * 16, end = begin + 16 + round % 10 * 16;
+    const Step step(round + 500, kPageTokens[round % 5], round % 2 == 0);
+    const auto parts = step.between(begin, end);
+    const Block logits = gaussian_block(round, rows, 1, 256, 4);
     Block a = logits, b = logits, c = gaussian_block(round + 900, rows, 1, kDim), d = c;
     std::vector<kernels::SoftmaxState> x(rows), y;
     // New rows, rows that stay below their largest logit, and others.
@@ -146,17 +167,19 @@ TYPED_TEST(PerSet, RowsAreSoftenedTogetherAsOneByOne) {
       x[r] = {(r + round) % 4 == 1 ? 30.0F : 0.5F, (r + round) % 4 == 0 ? 0.0F : 2.0F};
     y = x;
     std::vector<std::int16_t> v(rows * 256, 7), w = v;
-    std::vector<kernels::WeightSums> sums(rows);
-    K::soften_rows(part, begin, end, rows, a.row(0), 256, x.data(), v.data(), sums.data(), c.row(0), kDim);
+    std::vector<kernels::WeightSums> sums(rows * parts.size()), one(parts.size());
+    K::soften_rows(parts, begin, end, rows, a.row(0), 256, x.data(), v.data(), sums.data(), c.row(0), kDim);
     for (std::size_t r = 0; r < rows; ++r) {
       const bool fresh = !(y[r].sum > 0);
       const float factor = K::softmax_step(b.row(r), begin, end, begin, end, y[r]);
-      const kernels::WeightSums sum = K::weigh(part, b.row(r), begin, end, w.data() + r * 256);
+      K::weigh(parts, b.row(r), begin, end, w.data() + r * 256, one.data(), 1);
       EXPECT_EQ(x[r].largest, y[r].largest);
       EXPECT_EQ(x[r].sum, y[r].sum);
-      EXPECT_EQ(sums[r].coefficient, sum.coefficient);
-      EXPECT_EQ(sums[r].probability, sum.probability);
-      EXPECT_EQ(sums[r].zero_point, sum.zero_point);
+      for (std::size_t k = 0; k < parts.size(); ++k) {
+        EXPECT_EQ(sums[k * rows + r].coefficient, one[k].coefficient);
+        EXPECT_EQ(sums[k * rows + r].probability, one[k].probability);
+        EXPECT_EQ(sums[k * rows + r].zero_point, one[k].zero_point);
+      }
       for (std::size_t i = 0; i < kDim; ++i) EXPECT_EQ(c.row(r)[i], d.row(r)[i] * (fresh ? 1.0F : factor)) << r;
     }
     EXPECT_EQ(v, w) << round;
@@ -199,6 +222,79 @@ TYPED_TEST(PerSet, PagesAreScoredTogetherAsOneByOne) {
         with.score(parts[p], 0, kTokens / 16, block, 0, rows, factor.data(), single.data() + p * kTokens, kStride);
       }
       EXPECT_EQ(together, single) << format << ", " << rows << " rows";
+    }
+  }
+}
+
+// A step over several pages against the formula in double precision, cut at both ends, one row without weight. Rows
+// together have the bits of rows one by one, and parts that a row does not see change nothing.
+TYPED_TEST(PerSet, StepsAreAccumulatedByTheFormula) {
+  constexpr std::size_t kDim = 80, kTokens = 48, kPages = 4, kStride = 256;
+  for (const std::uint32_t format : {TQ3::id, TQ4::id, TQ8::id}) {
+    const detail::Operations& with = *tests::find_operations(format, TypeParam::isa);
+    const layout::SideShape side{.dim = kDim, .code_bits = with.value_bits, .zero_points = with.value_zero_points};
+    const layout::PageLayout page = layout::page_layout({.tokens = kTokens, .kv_heads = 1, .key = side, .value = side});
+    std::vector<std::uint8_t> bytes(kPages * page.bytes);
+    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(oracle::hash(format, i, 2));
+    Step step(format, kTokens, with.value_zero_points);
+    step.parts.resize(kPages);
+    for (std::size_t k = 0; k < kPages; ++k) {
+      const std::uint8_t* head = bytes.data() + k * page.bytes + page.head_offset(0);
+      step.parts[k].dim = kDim;
+      step.parts[k].center_bits = 8;
+      step.parts[k].center_scale = 0.03F * static_cast<float>(k + 1);
+      step.parts[k].center = head + page.value.center;
+      step.parts[k].fragments = head + page.value.fragments;
+    }
+    const std::size_t begin = 16, end = 3 * kTokens + 32;
+    for (const std::size_t rows : {1U, 2U, 3U, 4U, 8U, 19U}) {
+      Block p = gaussian_block(rows, rows, 1, kStride);
+      std::vector<std::int16_t> weights(rows * kStride);
+      std::vector<kernels::WeightSums> sums(kPages * rows);
+      for (std::size_t r = 0; r < rows; ++r) {
+        for (std::size_t c = 0; c < kStride; ++c) {
+          // Every other row sees two of the pages only.
+          const bool sees = r != 2 && (r % 2 == 0 || (c >= kTokens && c < 3 * kTokens));
+          p.row(r)[c] = sees ? std::exp(-std::fabs(p.row(r)[c])) : 0;
+        }
+        with.weigh(step.parts, p.row(r), begin, end, weights.data() + r * kStride, sums.data() + r, rows);
+      }
+      const Block before = gaussian_block(rows + 1, rows, 1, kDim);
+      Block together = before, single = before, fewer = before;
+      with.accumulate(step.parts, begin, end, rows, weights.data(), kStride, sums.data(), rows, together.row(0), kDim);
+      for (std::size_t r = 0; r < rows; ++r) {
+        with.accumulate(step.parts, begin, end, 1, weights.data() + r * kStride, kStride, sums.data() + r, rows,
+                        single.row(r), kDim);
+        EXPECT_EQ(std::vector<float>(together.row(r), together.row(r) + kDim),
+                  std::vector<float>(single.row(r), single.row(r) + kDim))
+            << format << ", row " << r << " of " << rows;
+        if (r % 2 == 0) continue;
+        with.accumulate(std::span(step.parts).subspan(1, 2), 0, 2 * kTokens, 1, weights.data() + r * kStride + kTokens,
+                        kStride, sums.data() + rows + r, rows, fewer.row(r), kDim);
+        EXPECT_EQ(std::vector<float>(fewer.row(r), fewer.row(r) + kDim),
+                  std::vector<float>(single.row(r), single.row(r) + kDim))
+            << format << ", row " << r << " of " << rows;
+      }
+      std::vector<float> decoded(kDim);
+      for (std::size_t r = 0; r < rows; ++r) {
+        std::vector<double> expected(before.row(r), before.row(r) + kDim), magnitude(kDim);
+        for (std::size_t c = begin; c < end; ++c) {
+          const kernels::CodedPart& part = step.parts[c / kTokens];
+          with.decode_row(layout::Side::value, part, c % kTokens, decoded.data());
+          for (std::size_t i = 0; i < kDim; ++i) {
+            const double term = static_cast<double>(p.row(r)[c]) * static_cast<double>(decoded[i]);
+            expected[i] += term;
+            magnitude[i] += std::fabs(term);
+          }
+        }
+        for (std::size_t i = 0; i < kDim; ++i) {
+          // Weights are rounded to 1/32766 of the largest, which is that of few tokens.
+          EXPECT_NEAR(together.row(r)[i], expected[i], 1e-6 + 3e-4 * magnitude[i]) << format << ", row " << r;
+          if (r == 2) {
+            EXPECT_EQ(together.row(r)[i], before.row(r)[i]) << "a row without weight was touched";
+          }
+        }
+      }
     }
   }
 }

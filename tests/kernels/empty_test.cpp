@@ -85,18 +85,20 @@ TYPED_TEST(Nothing, T04_OutputsOfNoTokensOrNoRows) {
   for (const Isa isa : all_sets()) {
     const Operations& with = *detail::OperationsOf<TypeParam>::on(isa);
     Untouched out;
-    const kernels::WeightSums none = with.weigh(empty_part(0), nullptr, 0, 0, nullptr);
+    const kernels::CodedPart part = empty_part(0);
+    kernels::WeightSums none{1, 1, 1};
+    with.weigh({&part, 1}, nullptr, 0, 0, nullptr, &none, 1);
     EXPECT_EQ(none.coefficient, 0.0F);
     EXPECT_EQ(none.probability, 0.0F);
     EXPECT_EQ(none.zero_point, 0.0F);
     std::array<float, 16> p{};
     std::array<std::int16_t, 16> weights{};
-    with.weigh(empty_part(0), p.data(), 4, 4, weights.data());
-    with.accumulate(empty_part(0), 0, 0, 0, nullptr, 0, nullptr, nullptr, 0);
-    with.accumulate(empty_part(0), 0, 0, 0, nullptr, 0, nullptr, out.data(), kDim);
+    with.weigh({&part, 1}, p.data(), 4, 4, weights.data(), &none, 1);
+    with.accumulate({&part, 1}, 0, 0, 0, nullptr, 0, nullptr, 0, nullptr, 0);
+    with.accumulate({&part, 1}, 0, 0, 0, nullptr, 0, nullptr, 0, out.data(), kDim);
     const std::array<kernels::WeightSums, 3> sums{};
     std::array<std::int16_t, 48> no_weights{};
-    with.accumulate(empty_part(0), 0, 0, 3, no_weights.data(), 16, sums.data(), out.data(), kDim);
+    with.accumulate({&part, 1}, 0, 0, 3, no_weights.data(), 16, sums.data(), 3, out.data(), kDim);
     with.accumulate_raw(nullptr, 0, kDim, 0, nullptr, 0, nullptr, 0);
     with.accumulate_raw(nullptr, 0, kDim, 3, nullptr, 0, out.data(), kDim);
     const std::vector<bfloat16> values(16 * kDim);

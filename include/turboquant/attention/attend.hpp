@@ -78,14 +78,12 @@ inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_h
     held = 0;
   };
   const std::size_t end_entry = view.end_entry();
-  PageView next = view.first_entry() < end_entry ? view.entry(view.first_entry()) : PageView{};
   for (std::size_t e = view.first_entry(); e < end_entry; ++e) {
-    const PageView entry = next;
+    const PageView entry = view.entry(e);
     if (entry.begin >= coded) break;
-    const bool last = e + 1 == end_entry;
-    if (!last) next = view.entry(e + 1);
     const std::size_t count = (std::min)(entry.end(), coded) - entry.begin;
-    const CodedPart part = layer.part(entry.memory, Side::key, kv_head, last ? nullptr : next.memory);
+    CodedPart part = layer.part(entry.memory, Side::key, kv_head);
+    part.next = layer.part_ahead(e + 1 < end_entry ? view.entry(e + 1).memory : nullptr, Side::key, kv_head);
     if (entry.first == 0 && count == part.page_tokens) {
       if (held == 0) held_begin = entry.begin;
       pages[held++] = part;

@@ -324,7 +324,7 @@ class AttentionPlan {
     detail::RowBlock block = detail::RowBlock::carve(layer, state.rows_per_block, state.tree_levels, carver);
     if (planned.parts > 1) {
       const std::size_t pieces = planned.parts + 1, head = index / pieces, piece = index % pieces;
-      job.prepare(block, head, 0, planned.item.queries.tokens);
+      job.prepare(block, head, 0, planned.item.queries.tokens, piece == planned.parts);
       const detail::Partial to = partial(planned, head, piece, workspace);
       if (piece == planned.parts) {
         job.attend_raw(block, head, to);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <utility>
 
 #include <turboquant/attention/batch.hpp>
@@ -114,13 +115,16 @@ struct RowBlock {
   float* slopes;          // [rows]
   float* logits;          // [rows][kChunk]
   std::int16_t* weights;  // [rows][kChunk]
-  WeightSums* sums;       // [rows]
+  WeightSums* sums;       // [pages of a step][rows]
+  CodedPart* keys;        // [pages of a step]
+  CodedPart* values;
   Partial leaf, raw;
   FoldTree tree;
   bfloat16* staging;  // [16][dim]
   float* row;         // [dim]
 
-  static constexpr std::size_t kChunk = layout::kMaxPageTokens;
+  static constexpr std::size_t kChunk = layout::kMaxPageTokens;  // coded tokens per softmax step
+  static constexpr std::size_t kMostPages = kChunk / layout::kTileTokens;
   static constexpr std::size_t kRawChunk = 64;  // raw tokens per softmax step
 
   // `levels` of the tree are enough for split numbers below 2^(levels - 1).
@@ -143,7 +147,9 @@ struct RowBlock {
     b.slopes = carver.take<float>(rows);
     b.logits = carver.take<float>(rows * kChunk);
     b.weights = carver.take<std::int16_t>(rows * kChunk);
-    b.sums = carver.take<WeightSums>(rows);
+    b.sums = carver.take<WeightSums>(kMostPages * rows);
+    b.keys = carver.take<CodedPart>(kMostPages);
+    b.values = carver.take<CodedPart>(kMostPages);
     const auto take = [&](Partial& part) {
       part.states = carver.take<SoftmaxState>(rows);
       part.acc = carver.take<float>(rows * value_dim);
@@ -197,19 +203,23 @@ struct AttentionJob {
     return static_cast<std::ptrdiff_t>(view.tree_begin) + std::popcount(item->tree[query]) - 1;
   }
 
-  // Rows of the queries [begin, end), all heads of the group of `kv_head`; the block has room for them.
-  void prepare(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end) const {
+  // Rows of the queries [begin, end), all heads of the group of `kv_head`; the block has room for them. Queries that
+  // meet no keys, because only raw rows are asked for and none is seen, are left as they are.
+  void prepare(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, bool raw_only = false) const {
     b.rows = b.query.rows = (end - begin) * group;
     b.query_begin = begin;
+    bool needed = !raw_only;
     for (std::size_t r = 0; r < b.rows; ++r) {
-      const std::size_t token = begin + r / group, head = kv_head * group + r % group;
-      load_row(item->queries, token, head, b.row);
+      b.positions[r] = position_of(begin + r / group);
+      b.ranges[r] = range(b.positions[r]);
+      b.slopes[r] = params->alibi_slopes.empty() ? 0.0f : params->alibi_slopes[kv_head * group + r % group];
+      needed |= b.ranges[r].first_low < b.ranges[r].first_high || b.ranges[r].tail_low < b.ranges[r].tail_high;
+    }
+    for (std::size_t r = 0; needed && r < b.rows; ++r) {
+      load_row(item->queries, begin + r / group, kv_head * group + r % group, b.row);
       operations().prepare_query(view.layer->key_rotation, b.row, b.query, r);
       b.factor[r] = (std::min)(b.query.unit[r] * scale, (std::numeric_limits<float>::max)());
       if (b.factor[r] < 0) b.factor[r] = (std::max)(b.factor[r], (std::numeric_limits<float>::lowest)());
-      b.positions[r] = position_of(token);
-      b.ranges[r] = range(b.positions[r]);
-      b.slopes[r] = params->alibi_slopes.empty() ? 0.0f : params->alibi_slopes[head];
     }
   }
 
@@ -242,58 +252,92 @@ struct AttentionJob {
 
   // to := the attention over the entries [begin, end), in the rotated domain.
   void attend_entries(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, const Partial& to) const {
+    clear(to, b.rows, view.layer->shape.value_dim);
+    PageView pages[RowBlock::kMostPages];
+    for (std::size_t e = begin; e < end;) {
+      const std::size_t count = gather(e, end, pages);
+      attend_pages(b, kv_head, {pages, count}, e + count, to);
+      e += count;
+    }
+  }
+
+  // The entries that the softmax step of entry `e` takes together: as many as fill a chunk, counted from entry 0, so
+  // that a row's steps do not depend on where its codes begin or end. Their tokens are columns of one row of logits,
+  // so a page cut at its end is the last, and one cut at its start the first.
+  std::size_t gather(std::size_t e, std::size_t end, PageView* pages) const {
+    const std::size_t tokens = view.rule->page_tokens, most = RowBlock::kChunk / tokens;
+    const std::size_t limit = (std::min)(end, e + most - e % most);
+    std::size_t count = 0;
+    for (PageView next = view.entry(e);;) {
+      pages[count++] = next;
+      if (e + count == limit || next.first + next.count != tokens) return count;
+      next = view.entry(e + count);
+      if (next.first != 0) return count;
+    }
+  }
+
+  // One softmax step over gathered pages; `next` is the entry behind them.
+  void attend_pages(RowBlock& b, std::size_t kv_head, std::span<const PageView> pages, std::size_t next,
+                    const Partial& to) const {
     const Layer& layer = *view.layer;
-    const std::size_t dim = layer.shape.value_dim, end_entry = view.end_entry();
-    const bool biased = params->softcap > 0 || !params->alibi_slopes.empty();
-    clear(to, b.rows, dim);
-    for (std::size_t e = begin; e < end; ++e) {
-      const PageView entry = view.entry(e);
-      std::size_t low = npos, high = 0, row_begin = b.rows, row_end = 0;
-      std::size_t common_low = 0, common_high = npos;  // what all rows see that see any
-      for (std::size_t r = 0; r < b.rows; ++r) {
-        const std::size_t from = (std::max)(b.ranges[r].coded_low, entry.begin);
-        const std::size_t until = (std::min)(b.ranges[r].coded_high, entry.end());
+    const std::size_t dim = layer.shape.value_dim, tokens = layer.page_shape.tokens;
+    std::size_t low = npos, high = 0, row_begin = b.rows, row_end = 0;
+    std::size_t common_low = 0, common_high = npos;  // what all rows see
+    for (std::size_t r = 0; r < b.rows; ++r) {
+      const std::size_t from = (std::max)(b.ranges[r].coded_low, pages.front().begin);
+      const std::size_t until = (std::min)(b.ranges[r].coded_high, pages.back().end());
+      common_low = (std::max)(common_low, from), common_high = (std::min)(common_high, until);
+      if (from >= until) continue;
+      low = (std::min)(low, from), high = (std::max)(high, until);
+      row_begin = (std::min)(row_begin, r), row_end = r + 1;
+    }
+    if (row_begin >= row_end) return;
+    // Columns count from the first page that is seen; `shift` is the position of its token 0, modulo 2^64.
+    const std::size_t origin = pages.front().begin - pages.front().first;
+    const std::size_t skipped = (low - origin) / tokens, seen = (high - origin + tokens - 1) / tokens - skipped;
+    const std::size_t shift = origin + skipped * tokens;
+    const std::size_t begin = (low - shift) / 16 * 16, end = (high - shift + 15) / 16 * 16;
+    CodedPart* keys = b.keys;
+    CodedPart* values = b.values;
+    const std::size_t end_entry = view.end_entry();
+    for (std::size_t k = 0; k < seen; ++k) {
+      const std::byte* page = pages[skipped + k].memory;
+      layer.find_part(page, Side::key, kv_head, keys[k]);
+      layer.find_part(page, Side::value, kv_head, values[k]);
+      // Fetched meanwhile: the values of this step while its keys are read, then the keys of the next step.
+      keys[k].next = values[k].begin();
+      values[k].next =
+          layer.part_ahead(next + k < end_entry ? view.entry(next + k).memory : nullptr, Side::key, kv_head);
+    }
+    if (seen == 1) {
+      layer.operations->score(keys[0], begin / 16, end / 16, b.query, row_begin, row_end, b.factor,
+                              b.logits + row_begin * RowBlock::kChunk, RowBlock::kChunk);
+    } else {
+      layer.operations->score_pages({keys, seen}, b.query, b.factor, b.logits, RowBlock::kChunk);
+    }
+    const auto first_position = static_cast<std::ptrdiff_t>(shift);
+    if (common_low == shift + begin && common_high == shift + end) {
+      if (params->softcap > 0 || !params->alibi_slopes.empty()) {
+        for (std::size_t r = 0; r < b.rows; ++r) bias(b, r, begin, end, first_position);
+      }
+      layer.operations->soften_rows({values, seen}, begin, end, b.rows, b.logits, RowBlock::kChunk, to.states,
+                                    b.weights, b.sums, to.acc, dim);
+    } else {
+      for (std::size_t r = row_begin; r < row_end; ++r) {
+        const std::size_t from = (std::max)(b.ranges[r].coded_low, pages.front().begin);
+        const std::size_t until = (std::min)(b.ranges[r].coded_high, pages.back().end());
         if (from >= until) {
-          common_high = 0;
+          for (std::size_t k = 0; k < seen; ++k) b.sums[k * b.rows + r] = WeightSums{0, 0, 0};
           continue;
         }
-        low = (std::min)(low, from), high = (std::max)(high, until);
-        common_low = (std::max)(common_low, from), common_high = (std::min)(common_high, until);
-        row_begin = (std::min)(row_begin, r), row_end = r + 1;
+        soften(b, r, begin, end, from - shift, until - shift, first_position, to);
+        layer.operations->weigh({values, seen}, b.logits + r * RowBlock::kChunk, begin, end,
+                                b.weights + r * RowBlock::kChunk, b.sums + r, b.rows);
       }
-      if (row_begin >= row_end) continue;
-      const std::size_t shift = entry.begin - entry.first;  // position of the page's token 0, modulo 2^64
-      const std::size_t tile_begin = (low - shift) / 16, tile_end = (high - shift + 15) / 16;
-      const std::byte* next = view.page_behind(e, end_entry);
-      const CodedPart keys = layer.part(entry.memory, Side::key, kv_head, next);
-      const CodedPart values = layer.part(entry.memory, Side::value, kv_head, next);
-      float* logits = b.logits + row_begin * RowBlock::kChunk;
-      layer.operations->score(keys, tile_begin, tile_end, b.query, row_begin, row_end, b.factor, logits,
-                              RowBlock::kChunk);
-      const bool whole = common_low == shift + tile_begin * 16 && common_high == shift + tile_end * 16;
-      if (whole) {
-        if (biased) {
-          for (std::size_t r = 0; r < b.rows; ++r) {
-            bias(b, r, low - shift, high - shift, static_cast<std::ptrdiff_t>(shift));
-          }
-        }
-        layer.operations->soften_rows(values, tile_begin * 16, tile_end * 16, b.rows, b.logits, RowBlock::kChunk,
-                                      to.states, b.weights, b.sums, to.acc, dim);
-      }
-      for (std::size_t r = row_begin; !whole && r < row_end; ++r) {
-        const std::size_t from = (std::max)(b.ranges[r].coded_low, entry.begin);
-        const std::size_t until = (std::min)(b.ranges[r].coded_high, entry.end());
-        b.sums[r] = WeightSums{0, 0, 0};
-        if (from >= until) continue;
-        soften(b, r, tile_begin * 16, tile_end * 16, from - shift, until - shift, static_cast<std::ptrdiff_t>(shift),
-               to);
-        b.sums[r] = layer.operations->weigh(values, b.logits + r * RowBlock::kChunk, tile_begin * 16, tile_end * 16,
-                                            b.weights + r * RowBlock::kChunk);
-      }
-      layer.operations->accumulate(values, tile_begin, tile_end, row_end - row_begin,
-                                   b.weights + row_begin * RowBlock::kChunk, RowBlock::kChunk, b.sums + row_begin,
-                                   to.acc + row_begin * dim, dim);
     }
+    layer.operations->accumulate({values, seen}, begin, end, row_end - row_begin,
+                                 b.weights + row_begin * RowBlock::kChunk, RowBlock::kChunk, b.sums + row_begin, b.rows,
+                                 to.acc + row_begin * dim, dim);
   }
 
   // to := the attention over the raw rows, not rotated: first tokens, then the newest.

@@ -57,12 +57,6 @@ struct SequenceView {
             static_cast<std::uint32_t>(rule->page_tokens)};
   }
 
-  // The page of the entry behind entry `number`, across the page table's jumps; null if that is the last one. end:
-  // end_entry(), which divides.
-  const std::byte* page_behind(std::size_t number, std::size_t end) const {
-    return number + 1 < end ? entry(number + 1).memory : nullptr;
-  }
-
   // A query at p reads codes up to here. Does the query come later than the call which appended its position, old raw
   // rows are gone (or go with this call's append) and it reads codes instead.
   std::size_t coded_for(std::size_t p) const {

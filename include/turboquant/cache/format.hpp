@@ -91,11 +91,12 @@ struct Operations {
                     std::size_t);
   void (*soft_cap)(float*, std::size_t, std::size_t, float);
   float (*softmax_step)(float*, std::size_t, std::size_t, std::size_t, std::size_t, SoftmaxState&);
-  WeightSums (*weigh)(const CodedPart&, const float*, std::size_t, std::size_t, std::int16_t*);
-  void (*soften_rows)(const CodedPart&, std::size_t, std::size_t, std::size_t, float*, std::size_t, SoftmaxState*,
+  void (*weigh)(std::span<const CodedPart>, const float*, std::size_t, std::size_t, std::int16_t*, WeightSums*,
+                std::size_t);
+  void (*soften_rows)(std::span<const CodedPart>, std::size_t, std::size_t, std::size_t, float*, std::size_t, SoftmaxState*,
                       std::int16_t*, WeightSums*, float*, std::size_t);
-  void (*accumulate)(const CodedPart&, std::size_t, std::size_t, std::size_t, const std::int16_t*, std::size_t,
-                     const WeightSums*, float*, std::size_t);
+  void (*accumulate)(std::span<const CodedPart>, std::size_t, std::size_t, std::size_t, const std::int16_t*,
+                     std::size_t, const WeightSums*, std::size_t, float*, std::size_t);
   void (*accumulate_raw)(const bfloat16*, std::size_t, std::size_t, std::size_t, const float*, std::size_t, float*,
                          std::size_t);
   void (*combine)(float*, float, const float*, float, std::size_t);
@@ -163,10 +164,10 @@ inline constexpr Operations kOperations = {
     .weigh = &K::weigh,
     .soften_rows = &K::soften_rows,
     .accumulate =
-        [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, std::size_t rows,
-           const std::int16_t* weights, std::size_t weight_stride, const WeightSums* sums, float* out,
-           std::size_t out_stride) {
-          K::accumulate(part, F::value_codec::codes(), tile_begin, tile_end, rows, weights, weight_stride, sums, out,
+        [](std::span<const CodedPart> parts, std::size_t begin, std::size_t end, std::size_t rows,
+           const std::int16_t* weights, std::size_t weight_stride, const WeightSums* sums, std::size_t sum_stride,
+           float* out, std::size_t out_stride) {
+          K::accumulate(parts, F::value_codec::codes(), begin, end, rows, weights, weight_stride, sums, sum_stride, out,
                         out_stride);
         },
     .accumulate_raw = &K::accumulate_raw,

@@ -48,16 +48,21 @@ struct Layer {
            (head * layout::kTileTokens + token) * shape.value_dim;
   }
 
-  // next_page: the one that is read next, or null. It is not read here.
-  CodedPart part(const std::byte* page_memory, Side side, std::size_t head,
-                 const std::byte* next_page = nullptr) const {
+  CodedPart part(const std::byte* page_memory, Side side, std::size_t head) const {
+    CodedPart part;
+    find_part(page_memory, side, head, part);
+    return part;
+  }
+  // Writes all of `part` but what is read next, field by field: vectors that copy it would wait for those stores.
+  void find_part(const std::byte* page_memory, Side side, std::size_t head, CodedPart& part) const {
     const layout::SideLayout& at = side == Side::key ? page.key : page.value;
     const std::byte* memory = page_memory + page.head_offset(head);
     const auto* bytes = reinterpret_cast<const std::uint8_t*>(memory);
-    CodedPart part;
     part.dim = dim(side);
     part.page_tokens = page_shape.tokens;
     part.center_bits = shape.center_bits;
+    part.center = nullptr;
+    part.center_scale = 0;
     if (shape.center_bits != 0) {
       bfloat16 scale{};
       std::memcpy(&scale, page_memory + layout::PageLayout::center_scale_offset(side, head), sizeof scale);
@@ -65,13 +70,17 @@ struct Layer {
       part.center = bytes + at.center;
     }
     part.scales = reinterpret_cast<const bfloat16*>(memory + at.scales);
-    if (zero_points(side)) part.zero_points = reinterpret_cast<const bfloat16*>(memory + at.zero_points);
+    part.zero_points = zero_points(side) ? reinterpret_cast<const bfloat16*>(memory + at.zero_points) : nullptr;
     part.fragments = bytes + at.fragments;
-    if (next_page != nullptr) {
-      part.next = reinterpret_cast<const std::uint8_t*>(next_page + page.head_offset(head) + at.center);
-      kernels::fetch_line(next_page + layout::PageLayout::center_scale_offset(side, head));
-    }
-    return part;
+  }
+
+  // CodedPart::begin() of a part of a page that is only to be fetched; of the page's header, the line with the part's
+  // centre scale is fetched here. Null without a page.
+  const std::uint8_t* part_ahead(const std::byte* page_memory, Side side, std::size_t head) const {
+    if (page_memory == nullptr) return nullptr;
+    kernels::fetch_line(page_memory + layout::PageLayout::center_scale_offset(side, head));
+    const std::size_t at = side == Side::key ? page.key.center : page.value.center;
+    return reinterpret_cast<const std::uint8_t*>(page_memory + page.head_offset(head) + at);
   }
 
   bool zero_points(Side side) const { return side == Side::value && page_shape.value.zero_points; }

@@ -175,40 +175,36 @@ struct NeonKernels : NeonProducts<Unit> {
     return factor;
   }
 
-  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end,
-                          std::int16_t* weights) {
-    WeightSums sums{0, 0, 0};
+  static void weigh(std::span<const CodedPart> parts, const float* p, std::size_t begin, std::size_t end,
+                    std::int16_t* weights, WeightSums* sums, std::size_t sum_stride) {
     float product[kMaxPage];
     float32x4_t most = vdupq_n_f32(0);
-    for (std::size_t t = begin; t < end; t += 16) {
-      NeonArray<float32x4_t> scales;
-      widen16(part.scales + t, scales);
-      for (std::size_t k = 0; k < 4; ++k) {
-        const float32x4_t x = vmulq_f32(vld1q_f32(p + t + 4 * k), scales[k]);
-        most = vmaxq_f32(most, x);
-        vst1q_f32(product + t + 4 * k, x);
-      }
-    }
-    const float largest = vmaxvq_f32(most);
-    sums.probability = sum_by_lane(p, begin, end);
-    if (part.zero_points != nullptr) {
+    Base::for_parts(parts, begin, end, [&](std::size_t part, std::size_t from, std::size_t until) {
+      const std::size_t first = part * parts[part].page_tokens;
+      const bfloat16* zero_points = parts[part].zero_points;
       NeonArray<float32x4_t> lanes = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
-      for (std::size_t t = begin; t < end; t += 16) {
-        NeonArray<float32x4_t> zero;
-        widen16(part.zero_points + t, zero);
-        for (std::size_t k = 0; k < 4; ++k) lanes[k] = vfmaq_f32(lanes[k], vld1q_f32(p + t + 4 * k), zero[k]);
+      for (std::size_t c = from; c < until; c += 16) {
+        NeonArray<float32x4_t> scales, zero;
+        widen16(parts[part].scales + (c - first), scales);
+        if (zero_points != nullptr) widen16(zero_points + (c - first), zero);
+        for (std::size_t k = 0; k < 4; ++k) {
+          const float32x4_t of = vld1q_f32(p + c + 4 * k), x = vmulq_f32(of, scales[k]);
+          most = vmaxq_f32(most, x);
+          vst1q_f32(product + c + 4 * k, x);
+          if (zero_points != nullptr) lanes[k] = vfmaq_f32(lanes[k], of, zero[k]);
+        }
       }
-      sums.zero_point = tree(lanes);
-    }
-    sums.coefficient = largest / static_cast<float>(kWeightMax);
+      sums[part * sum_stride] = WeightSums{0, sum_by_lane(p, from, until), zero_points != nullptr ? tree(lanes) : 0.0f};
+    });
+    const float largest = vmaxvq_f32(most), coefficient = largest / static_cast<float>(kWeightMax);
+    for (std::size_t k = 0; k < parts.size(); ++k) sums[k * sum_stride].coefficient = coefficient;
     // round_even of the portable text, its product fused: the integer is in the low bits.
     const float32x4_t by = vdupq_n_f32(largest > 0 ? largest : 1.0f), middle = vdupq_n_f32(12582912.0f);
-    for (std::size_t t = begin; t < end; t += 4) {
-      const float32x4_t relative = vdivq_f32(vld1q_f32(product + t), by);
+    for (std::size_t c = begin; c < end; c += 4) {
+      const float32x4_t relative = vdivq_f32(vld1q_f32(product + c), by);
       const float32x4_t shifted = vfmaq_n_f32(middle, relative, static_cast<float>(kWeightMax));
-      vst1_s16(weights + t, vmovn_s32(vreinterpretq_s32_f32(shifted)));
+      vst1_s16(weights + c, vmovn_s32(vreinterpretq_s32_f32(shifted)));
     }
-    return sums;
   }
 
   template <class Codes>
@@ -217,10 +213,10 @@ struct NeonKernels : NeonProducts<Unit> {
     Base::template score_each<NeonKernels>(parts, codes, block, factor, logits, stride);
   }
 
-  static void soften_rows(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
-                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
-                          std::size_t dim) {
-    Base::template soften_each<NeonKernels>(part, begin, end, rows, logits, stride, states, weights, sums, acc, dim);
+  static void soften_rows(std::span<const CodedPart> parts, std::size_t begin, std::size_t end, std::size_t rows,
+                          float* logits, std::size_t stride, SoftmaxState* states, std::int16_t* weights,
+                          WeightSums* sums, float* acc, std::size_t dim) {
+    Base::template soften_each<NeonKernels>(parts, begin, end, rows, logits, stride, states, weights, sums, acc, dim);
   }
 
   // ---- accumulation of the raw tail

@@ -204,9 +204,17 @@ struct NeonProducts : PortableKernels<Unit> {
   }
 
   template <class Codes>
-  static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+  static void accumulate(std::span<const CodedPart> parts, const Codes& codes, std::size_t begin, std::size_t end,
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
-                         const WeightSums* sums, float* out, std::size_t out_stride) {
+                         const WeightSums* sums, std::size_t sum_stride, float* out, std::size_t out_stride) {
+    Base::template accumulate_each<NeonProducts>(parts, codes, begin, end, rows, weights, weight_stride, sums,
+                                                 sum_stride, out, out_stride);
+  }
+
+  template <class Codes>
+  static void accumulate_part(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+                              std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
+                              const WeightSums* sums, float* out, std::size_t out_stride) {
     constexpr std::size_t kRows = kSums / 2;
     const NeonReader<Codes> reader(codes);
     const std::size_t tiles = tile_end - tile_begin;

@@ -41,8 +41,7 @@ struct CodedPart {
   const bfloat16* scales = nullptr;       ///< page_tokens
   const bfloat16* zero_points = nullptr;  ///< page_tokens, or null
   const std::uint8_t* fragments = nullptr;
-  /// `begin()` of the same part of the page that is read next, to be fetched into the caches meanwhile: a hint; or
-  /// null.
+  /// `begin()` of a part that is read later, to be fetched into the caches while this one is read: a hint; or null.
   const std::uint8_t* next = nullptr;
 
   /// The first byte of the part: its sections lie one behind the other, fragments last.
@@ -65,7 +64,7 @@ inline void fetch_line(const void* address) {
 #endif
 }
 
-/// Fetches what lies before the fragments of the part that is read next. Returns how far behind a byte of `part` the
+/// Fetches what lies before the fragments of the part that is read later. Returns how far behind a byte of `part` the
 /// same byte of that part lies; 0 without such a part.
 inline std::ptrdiff_t fetch_head(const CodedPart& part) {
   if (part.next == nullptr) return 0;
@@ -93,9 +92,9 @@ struct SoftmaxState {
   float sum;
 };
 
-/// Weights of one query for the values of a page: p[t] * scales[t] ~ coefficient * weights[t].
+/// Weights of one query for the values of one part of a softmax step: p[t] * scales[t] ~ coefficient * weights[t].
 struct WeightSums {
-  float coefficient;  ///< 1/16383 of the largest weight; 0: all weights vanish
+  float coefficient;  ///< 1/16383 of the largest weight of the step; 0: all weights vanish
   float probability;  ///< sum of p: weight of the value centre
   float zero_point;   ///< sum of p[t] * zero_points[t]
 };

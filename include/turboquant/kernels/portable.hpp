@@ -232,79 +232,57 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
     return factor;
   }
 
-  /// Weights for the values of the tokens [begin, end): weights[t] = round(p[t] scales[t] / coefficient) in [0, 16383],
-  /// the largest of the page being 16383.
-  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end,
-                          std::int16_t* weights) {
-    WeightSums sums{0, 0, 0};
+  /// A step of the online softmax covers the coded tokens of `parts`, which have one shape, behind one another: column c
+  /// is token c % page_tokens of part c / page_tokens. Columns [begin, end) are whole tiles, from the first part on and
+  /// up to the last one; there are at most kMaxPageTokens.
+  ///
+  /// Weights for the values of a step: weights[c] = round(p[c] scale_c / coefficient) in [0, 16383], the largest of the
+  /// step being 16383. sums[k * sum_stride] belongs to part k; the coefficient is the same for all.
+  static void weigh(std::span<const CodedPart> parts, const float* p, std::size_t begin, std::size_t end,
+                    std::int16_t* weights, WeightSums* sums, std::size_t sum_stride) {
     float largest = 0;
-    float product[kMaxPage], lanes[16] = {}, zero_lanes[16] = {};
-    for (std::size_t t = begin; t < end; ++t) {
-      product[t] = p[t] * to_float(part.scales[t]);
-      largest = (std::max)(largest, product[t]);
-      lanes[t % 16] += p[t];
-      if (part.zero_points != nullptr) zero_lanes[t % 16] += p[t] * to_float(part.zero_points[t]);
+    float product[kMaxPage];
+    for_parts(parts, begin, end, [&](std::size_t k, std::size_t from, std::size_t until) {
+      const CodedPart& part = parts[k];
+      const std::size_t first = k * part.page_tokens;
+      float lanes[16] = {}, zero_lanes[16] = {};
+      for (std::size_t c = from; c < until; ++c) {
+        product[c] = p[c] * to_float(part.scales[c - first]);
+        largest = (std::max)(largest, product[c]);
+        lanes[c % 16] += p[c];
+        if (part.zero_points != nullptr) zero_lanes[c % 16] += p[c] * to_float(part.zero_points[c - first]);
+      }
+      sums[k * sum_stride] = WeightSums{0, tree_sum(lanes), tree_sum(zero_lanes)};
+    });
+    const float coefficient = largest / static_cast<float>(kWeightMax);
+    for (std::size_t k = 0; k < parts.size(); ++k) sums[k * sum_stride].coefficient = coefficient;
+    for (std::size_t c = begin; c < end; ++c) {
+      const float relative = largest > 0 ? product[c] / largest : 0.0f;
+      weights[c] = static_cast<std::int16_t>(round_even(relative * static_cast<float>(kWeightMax)));
     }
-    sums.probability = tree_sum(lanes);
-    sums.zero_point = tree_sum(zero_lanes);
-    sums.coefficient = largest / static_cast<float>(kWeightMax);
-    for (std::size_t t = begin; t < end; ++t) {
-      const float relative = largest > 0 ? product[t] / largest : 0.0f;
-      weights[t] = static_cast<std::int16_t>(round_even(relative * static_cast<float>(kWeightMax)));
-    }
-    return sums;
   }
 
-  /// softmax_step and weigh for rows that see all tokens of the whole tiles [begin, end) of a page, with the bits of
-  /// those calls, and acc[r][i] *= factor_r where a row has seen keys before. logits, which are lost, and weights:
-  /// [rows][stride], indexed by token of the page.
-  static void soften_rows(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
-                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
-                          std::size_t dim) {
-    soften_each<PortableKernels>(part, begin, end, rows, logits, stride, states, weights, sums, acc, dim);
+  /// softmax_step and weigh, with their bits, for rows that see all columns [begin, end) of a step, and
+  /// acc[r][i] *= factor_r where a row has seen keys before. logits, which are lost, and weights: [rows][stride]; sums:
+  /// [parts][rows].
+  static void soften_rows(std::span<const CodedPart> parts, std::size_t begin, std::size_t end, std::size_t rows,
+                          float* logits, std::size_t stride, SoftmaxState* states, std::int16_t* weights,
+                          WeightSums* sums, float* acc, std::size_t dim) {
+    soften_each<PortableKernels>(parts, begin, end, rows, logits, stride, states, weights, sums, acc, dim);
   }
 
   // ---- accumulation
   // --------------------------------------------------------------------------------------------------
 
-  /// out[r * out_stride + i] += coefficient_r (sum of weights_rt level_ti) + probability_r center_i + zero_point_r for
-  /// the tokens of the tiles [tile_begin, tile_end), in the rotated domain; weights: [rows][weight_stride], indexed by
-  /// token of the page. Rows of probability 0 are left alone. The integer sum is exact: 256 * 16383 * 127 < 2^31.
+  /// out[r * out_stride + i] += coefficient_r (sum of weights_rc level_ci) + sum over parts of (probability_r center_i +
+  /// zero_point_r) for the columns [begin, end) of a step, in the rotated domain; weights: [rows][weight_stride]; sums:
+  /// [parts][sum_stride]. Rows of probability 0 are left alone. Integer sums are exact: 256 * 16383 * 127 < 2^31.
   template <class Codes>
-  static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+  static void accumulate(std::span<const CodedPart> parts, const Codes& codes, std::size_t begin, std::size_t end,
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
-                         const WeightSums* sums, float* out, std::size_t out_stride) {
-    const std::size_t groups = part.dim / 16;
-    constexpr std::size_t kRows = 8;
-    std::int16_t levels[layout::kFragmentCodes];
-    float center[kMaxRow];
-    decode_center(part, center);
-    for (std::size_t first = 0; first < rows; first += kRows) {
-      const std::size_t set = (std::min)(kRows, rows - first);
-      for (std::size_t group = 0; group < groups; ++group) {
-        std::int32_t acc[kRows][16] = {};
-        for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
-          unpack(fragment_at(layout::Side::value, part, codes, tile, group), codes,
-                 history_of(layout::Side::value, part, codes, tile, group), levels);
-          for (std::size_t r = 0; r < set; ++r) {
-            if (!(sums[first + r].coefficient > 0)) continue;
-            for (std::size_t t = 0; t < 16; ++t) {
-              const std::int32_t w = weights[(first + r) * weight_stride + tile * 16 + t];
-              for (std::size_t lane = 0; lane < 16; ++lane) acc[r][lane] += w * levels[t * 16 + lane];
-            }
-          }
-        }
-        for (std::size_t r = 0; r < set; ++r) {
-          const WeightSums& sum = sums[first + r];
-          if (!(sum.probability > 0)) continue;
-          float* to = out + (first + r) * out_stride + group * 16;
-          for (std::size_t lane = 0; lane < 16; ++lane) {
-            to[lane] += sum.coefficient * static_cast<float>(acc[r][lane]) +
-                        (sum.probability * center[group * 16 + lane] + sum.zero_point);
-          }
-        }
-      }
-    }
+                         const WeightSums* sums, std::size_t sum_stride, float* out, std::size_t out_stride) {
+    accumulate_each<PortableKernels>(parts, codes, begin, end, rows, weights, weight_stride, sums, sum_stride, out,
+                                     out_stride);
   }
 
   /// The raw twin of accumulate: out[r * out_stride + i] += sum of p_rt values[t][i]; values [count][dim] in bf16,
@@ -357,18 +335,77 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
     }
   }
 
+  // visit(k, from, until): the columns of [begin, end) that belong to part k.
+  template <class Visit>
+  static void for_parts(std::span<const CodedPart> parts, std::size_t begin, std::size_t end, Visit visit) {
+    for (std::size_t k = 0; k < parts.size(); ++k) {
+      const std::size_t first = k * parts[k].page_tokens;
+      visit(k, (std::max)(begin, first), (std::min)(end, first + parts[k].page_tokens));
+    }
+  }
+
   // soften_rows, row by row, of kernels without one of their own.
   template <class Kernels>
-  static void soften_each(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
-                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
-                          std::size_t dim) {
+  static void soften_each(std::span<const CodedPart> parts, std::size_t begin, std::size_t end, std::size_t rows,
+                          float* logits, std::size_t stride, SoftmaxState* states, std::int16_t* weights,
+                          WeightSums* sums, float* acc, std::size_t dim) {
     for (std::size_t r = 0; r < rows; ++r) {
       const bool fresh = !(states[r].sum > 0);
       const float factor = Kernels::softmax_step(logits + r * stride, begin, end, begin, end, states[r]);
       if (!fresh && factor != 1.0f) {
         for (std::size_t i = 0; i < dim; ++i) acc[r * dim + i] *= factor;
       }
-      sums[r] = Kernels::weigh(part, logits + r * stride, begin, end, weights + r * stride);
+      Kernels::weigh(parts, logits + r * stride, begin, end, weights + r * stride, sums + r, rows);
+    }
+  }
+
+  // accumulate, part by part, of kernels that have it for one part.
+  template <class Kernels, class Codes>
+  static void accumulate_each(std::span<const CodedPart> parts, const Codes& codes, std::size_t begin, std::size_t end,
+                              std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
+                              const WeightSums* sums, std::size_t sum_stride, float* out, std::size_t out_stride) {
+    for_parts(parts, begin, end, [&](std::size_t k, std::size_t from, std::size_t until) {
+      const std::size_t first = k * parts[k].page_tokens;
+      Kernels::accumulate_part(parts[k], codes, (from - first) / 16, (until - first) / 16, rows, weights + first,
+                               weight_stride, sums + k * sum_stride, out, out_stride);
+    });
+  }
+
+  // The columns of one part, whose token t is column t of `weights`.
+  template <class Codes>
+  static void accumulate_part(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+                              std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
+                              const WeightSums* sums, float* out, std::size_t out_stride) {
+    const std::size_t groups = part.dim / 16;
+    constexpr std::size_t kRows = 8;
+    std::int16_t levels[layout::kFragmentCodes];
+    float center[kMaxRow];
+    decode_center(part, center);
+    for (std::size_t first = 0; first < rows; first += kRows) {
+      const std::size_t set = (std::min)(kRows, rows - first);
+      for (std::size_t group = 0; group < groups; ++group) {
+        std::int32_t acc[kRows][16] = {};
+        for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
+          unpack(fragment_at(layout::Side::value, part, codes, tile, group), codes,
+                 history_of(layout::Side::value, part, codes, tile, group), levels);
+          for (std::size_t r = 0; r < set; ++r) {
+            if (!(sums[first + r].coefficient > 0)) continue;
+            for (std::size_t t = 0; t < 16; ++t) {
+              const std::int32_t w = weights[(first + r) * weight_stride + tile * 16 + t];
+              for (std::size_t lane = 0; lane < 16; ++lane) acc[r][lane] += w * levels[t * 16 + lane];
+            }
+          }
+        }
+        for (std::size_t r = 0; r < set; ++r) {
+          const WeightSums& sum = sums[first + r];
+          if (!(sum.probability > 0)) continue;
+          float* to = out + (first + r) * out_stride + group * 16;
+          for (std::size_t lane = 0; lane < 16; ++lane) {
+            to[lane] += sum.coefficient * static_cast<float>(acc[r][lane]) +
+                        (sum.probability * center[group * 16 + lane] + sum.zero_point);
+          }
+        }
+      }
     }
   }
 

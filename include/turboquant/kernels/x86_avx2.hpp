@@ -106,37 +106,35 @@ struct Avx2Kernels : Avx2Products<Unit> {
     return factor;
   }
 
-  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end,
-                          std::int16_t* weights) {
-    WeightSums sums{0, 0, 0};
+  static void weigh(std::span<const CodedPart> parts, const float* p, std::size_t begin, std::size_t end,
+                    std::int16_t* weights, WeightSums* sums, std::size_t sum_stride) {
     alignas(32) float product[kMaxPage];
     __m256 most = _mm256_setzero_ps();
-    for (std::size_t t = begin; t < end; t += 8) {
-      const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + t), widen8(part.scales + t));
-      most = _mm256_max_ps(most, x);
-      _mm256_storeu_ps(product + t, x);
-    }
-    const float largest = maximum(most);
-    sums.probability = sum_by_lane(p, begin, end);
-    if (part.zero_points != nullptr) {
+    Base::for_parts(parts, begin, end, [&](std::size_t k, std::size_t from, std::size_t until) {
+      const CodedPart& part = parts[k];
+      const std::size_t first = k * part.page_tokens;
+      most = multiply_scales(part.scales, p, first, from, until, product, most);
+      WeightSums& sum = sums[k * sum_stride];
+      sum = WeightSums{0, sum_by_lane(p, from, until), 0};
+      if (part.zero_points == nullptr) return;
       float zero[kMaxPage];
-      for (std::size_t t = begin; t < end; ++t) zero[t] = p[t] * to_float(part.zero_points[t]);
-      sums.zero_point = sum_by_lane(zero, begin, end);
-    }
-    sums.coefficient = largest / static_cast<float>(kWeightMax);
+      for (std::size_t c = from; c < until; ++c) zero[c] = p[c] * to_float(part.zero_points[c - first]);
+      sum.zero_point = sum_by_lane(zero, from, until);
+    });
+    const float largest = maximum(most), coefficient = largest / static_cast<float>(kWeightMax);
+    for (std::size_t k = 0; k < parts.size(); ++k) sums[k * sum_stride].coefficient = coefficient;
     const __m256 by = _mm256_set1_ps(largest > 0 ? largest : 1.0f), range = _mm256_set1_ps(kWeightMax);
-    for (std::size_t t = begin; t < end; t += 8) {
-      const __m256i w = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_div_ps(_mm256_loadu_ps(product + t), by), range));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + t),
+    for (std::size_t c = begin; c < end; c += 8) {
+      const __m256i w = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_div_ps(_mm256_loadu_ps(product + c), by), range));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + c),
                        _mm_packs_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
     }
-    return sums;
   }
 
-  static void soften_rows(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
-                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
-                          std::size_t dim) {
-    Base::template soften_each<Avx2Kernels>(part, begin, end, rows, logits, stride, states, weights, sums, acc, dim);
+  static void soften_rows(std::span<const CodedPart> parts, std::size_t begin, std::size_t end, std::size_t rows,
+                          float* logits, std::size_t stride, SoftmaxState* states, std::int16_t* weights,
+                          WeightSums* sums, float* acc, std::size_t dim) {
+    Base::template soften_each<Avx2Kernels>(parts, begin, end, rows, logits, stride, states, weights, sums, acc, dim);
   }
 
   // ---- accumulation of the raw tail
@@ -193,6 +191,17 @@ struct Avx2Kernels : Avx2Products<Unit> {
     }
     TURBOQUANT_UNROLL
     for (std::size_t v = 0; v < N; ++v) _mm256_storeu_ps(to + v * 8, sums[v]);
+  }
+
+  // product[c] = p[c] scales[c - first] for the columns [from, until). Returns the larger of them and `most`, by lane.
+  static __m256 multiply_scales(const bfloat16* scales, const float* p, std::size_t first, std::size_t from,
+                                std::size_t until, float* product, __m256 most) {
+    for (std::size_t c = from; c < until; c += 8) {
+      const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + c), widen8(scales + (c - first)));
+      most = _mm256_max_ps(most, x);
+      _mm256_storeu_ps(product + c, x);
+    }
+    return most;
   }
 
   static float maximum(__m256 x) {

@@ -238,9 +238,17 @@ struct Avx2Products : Avx2Encoders<Unit> {
   }
 
   template <class Codes>
-  static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+  static void accumulate(std::span<const CodedPart> parts, const Codes& codes, std::size_t begin, std::size_t end,
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
-                         const WeightSums* sums, float* out, std::size_t out_stride) {
+                         const WeightSums* sums, std::size_t sum_stride, float* out, std::size_t out_stride) {
+    Base::template accumulate_each<Avx2Products>(parts, codes, begin, end, rows, weights, weight_stride, sums,
+                                                 sum_stride, out, out_stride);
+  }
+
+  template <class Codes>
+  static void accumulate_part(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+                              std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
+                              const WeightSums* sums, float* out, std::size_t out_stride) {
     alignas(32) std::int16_t numbers[kBlock * kMaxPage];
     alignas(32) std::uint8_t unpacked[16 * kMaxPage];
     alignas(32) float center[kMaxRow];

@@ -82,25 +82,28 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   // ---- accumulation
 
   template <class Codes>
-  static void accumulate(const CodedPart& part, const Codes& codes, std::size_t tile_begin, std::size_t tile_end,
+  static void accumulate(std::span<const CodedPart> parts, const Codes& codes, std::size_t begin, std::size_t end,
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,
-                         const WeightSums* sums, float* out, std::size_t out_stride) {
+                         const WeightSums* sums, std::size_t sum_stride, float* out, std::size_t out_stride) {
     const Avx512Reader<Unit, Codes, 128> reader(codes);
-    const std::ptrdiff_t distance = fetch_head(part);
+    Accumulation a;
+    a.parts = parts;
+    a.begin = begin, a.end = end;
+    a.sum_stride = sum_stride;
+    a.stride = out_stride;
+    for (std::size_t k = 0; k < parts.size(); ++k) a.distance[k] = fetch_head(parts[k]);
     for (std::size_t first = 0; first < rows;) {
       std::size_t set = 8;
       while (set > rows - first) set /= 2;
-      Accumulation a;
       a.sums = sums + first;
       a.out = out + first * out_stride;
-      a.stride = out_stride;
-      a.distance = first == 0 ? distance : 0;
       const std::int16_t* from = weights + first * weight_stride;
-      if (set == 8) accumulate_rows<8>(part, reader, tile_begin, tile_end, from, weight_stride, a);
-      if (set == 4) accumulate_rows<4>(part, reader, tile_begin, tile_end, from, weight_stride, a);
-      if (set == 2) accumulate_rows<2>(part, reader, tile_begin, tile_end, from, weight_stride, a);
-      if (set == 1) accumulate_rows<1>(part, reader, tile_begin, tile_end, from, weight_stride, a);
+      if (set == 8) accumulate_rows<8>(reader, from, weight_stride, a);
+      if (set == 4) accumulate_rows<4>(reader, from, weight_stride, a);
+      if (set == 2) accumulate_rows<2>(reader, from, weight_stride, a);
+      if (set == 1) accumulate_rows<1>(reader, from, weight_stride, a);
       first += set;
+      for (std::size_t k = 0; k < parts.size(); ++k) a.distance[k] = 0;  // fetched once
     }
   }
 
@@ -216,7 +219,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     const std::int8_t* queries;  // [plane][dim]
     std::size_t planes;          // of a query
     std::int32_t start[8];       // what takes the 128 of unsigned levels off, per plane
-    float shared[8];             // with the centre, times what logits are multiplied by
+    float centers[8];            // products with centres times what logits are multiplied by: [part][row]
     float by[8];                 // what a level times a number of the query counts
     float after[8];              // 1; the whole factor where it is so small or large that products need care
     bool plain;                  // all of `after` is 1, and no logit can be infinite
@@ -227,20 +230,32 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     std::size_t stride;
     bool fetches;             // what is read next
     std::ptrdiff_t distance;  // to it
-    __m256 first;             // what `by` and `shared` hold of the factor
+    __m256 first;             // what `by` and `centers` hold of the factor
   };
 
   template <std::size_t kRows, class Reader>
   static void score_rows(std::span<const CodedPart> parts, const Reader& reader, std::size_t tile_begin,
                          std::size_t tile_end, Scoring& s) {
+    if (parts.size() == 1) {
+      score_rows<kRows, 1>(parts, reader, tile_begin, tile_end, s);
+    } else {
+      score_rows<kRows, 8 / kRows>(parts, reader, tile_begin, tile_end, s);
+    }
+  }
+  // kParts: whose centres are multiplied at once.
+  template <std::size_t kRows, std::size_t kParts, class Reader>
+  static void score_rows(std::span<const CodedPart> parts, const Reader& reader, std::size_t tile_begin,
+                         std::size_t tile_end, Scoring& s) {
     constexpr std::size_t kTiles = kRows <= 2 ? 4 : 2;
     prepare_rows<kRows>(parts[0].dim, s);
-    for (const CodedPart& part : parts) {
+    for (std::size_t p = 0; p < parts.size(); ++p) {
+      const CodedPart& part = parts[p];
       s.distance = s.fetches ? fetch_head(part) : 0;
-      multiply_center<kRows>(part, s);
+      if (p % kParts == 0) multiply_centers<kRows, kParts>(parts.subspan(p), s);
+      const float* shared = s.centers + p % kParts * kRows;
       std::size_t tile = tile_begin;
-      for (; tile + kTiles <= tile_end; tile += kTiles) score_tiles<kRows, kTiles>(part, reader, tile, s);
-      for (; tile < tile_end; ++tile) score_tiles<kRows, 1>(part, reader, tile, s);
+      for (; tile + kTiles <= tile_end; tile += kTiles) score_tiles<kRows, kTiles>(part, reader, tile, shared, s);
+      for (; tile < tile_end; ++tile) score_tiles<kRows, 1>(part, reader, tile, shared, s);
       s.logits += part.page_tokens;
     }
   }
@@ -278,39 +293,55 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     s.plain = extreme == 0;
   }
 
-  // What the keys of a part share.
-  template <std::size_t kRows>
-  [[gnu::flatten]] static void multiply_center(const CodedPart& part, Scoring& s) {
-    __m512 totals[kRows];
-    repeat<kRows>([&](auto r) { totals[r.value] = _mm512_setzero_ps(); });
-    if (part.center_bits == 8) add_center<8>(part, s, totals);
-    if (part.center_bits == 16) add_center<16>(part, s, totals);
-    const __m256 by = _mm256_mul_ps(s.first, _mm256_set1_ps(part.center_scale));
-    _mm256_storeu_ps(s.shared, _mm256_mul_ps(_mm512_castps512_ps256(trees(totals)), by));
+  // What the keys of a part share, for as many of the parts as have room: eight products at once.
+  template <std::size_t kRows, std::size_t kParts>
+  [[gnu::flatten]] static void multiply_centers(std::span<const CodedPart> parts, Scoring& s) {
+    const CodedPart* from[kParts];
+    __m512 totals[kParts * kRows];
+    repeat<kParts * kRows>([&](auto at) { totals[at.value] = _mm512_setzero_ps(); });
+    repeat<kParts>([&](auto p) { from[p.value] = &parts[(std::min)(p.value, parts.size() - 1)]; });
+    if (parts[0].center_bits == 8) add_centers<8, kRows>(from, s, totals);
+    if (parts[0].center_bits == 16) add_centers<16, kRows>(from, s, totals);
+    // Lane part * kRows + row.
+    __m256 by = _mm256_mul_ps(s.first, _mm256_set1_ps(parts[0].center_scale));
+    if constexpr (kParts > 1) {
+      const auto scale = [&](std::size_t lane) { return from[lane / kRows % kParts]->center_scale; };
+      const __m256 scales =
+          _mm256_setr_ps(scale(0), scale(1), scale(2), scale(3), scale(4), scale(5), scale(6), scale(7));
+      const __m256i row = _mm256_and_si256(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kRows - 1));
+      by = _mm256_mul_ps(_mm256_permutexvar_ps(row, s.first), scales);
+    }
+    _mm256_storeu_ps(s.centers, _mm256_mul_ps(_mm512_castps512_ps256(trees(totals)), by));
   }
-  template <unsigned kBits, std::size_t kRows>
-  static void add_center(const CodedPart& part, const Scoring& s, __m512 (&sums)[kRows]) {
-    const std::size_t dim = part.dim;
+  template <unsigned kBits, std::size_t kRows, std::size_t kParts>
+  static void add_centers(const CodedPart* const (&parts)[kParts], const Scoring& s, __m512 (&sums)[kParts * kRows]) {
+    // A query of two planes counts as two rows.
     if (s.planes == 1) {
-      for (std::size_t i = 0; i < dim; i += 16) {
-        const __m512 center = center16<kBits>(part, i);
-        repeat<kRows>([&](auto r) {
-          sums[r.value] = _mm512_fmadd_ps(_mm512_loadu_ps(s.rotated + r.value * dim + i), center, sums[r.value]);
-        });
-      }
+      add_products<kBits, kRows, kRows>(parts, s.rotated, sums);
     } else if constexpr (kRows > 1) {
-      for (std::size_t i = 0; i < dim; i += 16) {
-        const __m512 center = center16<kBits>(part, i);
-        repeat<kRows / 2>([&](auto r) {
-          sums[r.value] = _mm512_fmadd_ps(_mm512_loadu_ps(s.rotated + r.value * dim + i), center, sums[r.value]);
+      add_products<kBits, kRows, kRows / 2>(parts, s.rotated, sums);
+    }
+  }
+  template <unsigned kBits, std::size_t kRows, std::size_t kQueries, std::size_t kParts>
+  static void add_products(const CodedPart* const (&parts)[kParts], const float* queries,
+                           __m512 (&sums)[kParts * kRows]) {
+    const std::size_t dim = parts[0]->dim;
+    for (std::size_t i = 0; i < dim; i += 16) {
+      __m512 centers[kParts];
+      repeat<kParts>([&](auto p) { centers[p.value] = center16<kBits>(*parts[p.value], i); });
+      repeat<kQueries>([&](auto r) {
+        const __m512 query = _mm512_loadu_ps(queries + r.value * dim + i);
+        repeat<kParts>([&](auto p) {
+          __m512& sum = sums[p.value * kRows + r.value];
+          sum = _mm512_fmadd_ps(query, centers[p.value], sum);
         });
-      }
+      });
     }
   }
 
   template <std::size_t kRows, std::size_t kTiles, class Reader>
   [[gnu::flatten]] static void score_tiles(const CodedPart& part, const Reader& reader, std::size_t tile,
-                                           const Scoring& s) {
+                                           const float* shared, const Scoring& s) {
     constexpr std::size_t kSums = kRows * kTiles >= 8 ? 1 : kRows * kTiles >= 4 ? 2 : 4;  // of a row
     constexpr std::size_t kBytes = Reader::kBytes;
     __m512i sums[kTiles][kRows][kSums];
@@ -321,14 +352,14 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     });
     const std::size_t dim = part.dim, groups = dim / 16, stride = groups * kBytes;
     const std::uint8_t* fragment = part.fragments + tile * stride;
-    const std::uint8_t* behind = moved(fragment, s.distance);
+    const std::uint8_t* behind = moved(fragment, s.distance);  // line by line
     const std::uint8_t* history = fragment + stride - 16;  // a tile is closed
     for (std::size_t group = 0; group < groups; ++group) {
       __m512i levels[kTiles][4];
       repeat<kTiles>([&](auto t) {
         reader.read(fragment + t.value * stride, history + t.value * stride, levels[t.value]);
-        fetch_bytes<kBytes>(behind + t.value * stride);
       });
+      fetch_bytes<kTiles * kBytes>(behind);
       repeat<4 * kRows>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kRows, kRow = decltype(at)::value % kRows;
         constexpr bool kLoads = kTiles == 1 || (kTiles == 2 && kSlot % 2 == 1);
@@ -339,7 +370,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
           sum = multiply_four<kLoads>(sum, levels[t.value][kSlot], four, from);
         });
       });
-      fragment += kBytes, behind += kBytes, history = fragment - 16;
+      fragment += kBytes, behind += kTiles * kBytes, history = fragment - 16;
     }
     repeat<kTiles * kRows>([&](auto at) {
       __m512i(&row)[kSums] = sums[at.value % kTiles][at.value / kTiles];
@@ -354,7 +385,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     const std::size_t to_stride = s.stride;
     const auto product = [&](std::size_t r, std::size_t t, __m512i sum, __m512& x) {
       const __m512 scale = _mm512_mul_ps(scales[t], _mm512_set1_ps(s.by[r]));
-      x = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(sum), _mm512_set1_ps(s.shared[r]));
+      x = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(sum), _mm512_set1_ps(shared[r]));
     };
     const auto write = [&](std::size_t r, std::size_t t, __m512i sum) {
       const __m512 most = _mm512_set1_ps(3.402823466e38f), least = _mm512_set1_ps(-3.402823466e38f);
@@ -393,26 +424,35 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   struct Accumulation {
     alignas(64) std::uint8_t planes[8][2][kMaxPage + 64];  // the high and the low seven bits of each row's weights
     std::int32_t start[8];                                 // what takes the 128 of unsigned levels off
-    bool plain;                                            // no row of probability 0, no zero points
+    float zero_points[8];                                  // of a row, over all parts
+    bool counts[8], all_count;                             // rows with a probability
+    std::ptrdiff_t distance[kMaxPage / 16];                // of each part to the one that is fetched
+    std::span<const CodedPart> parts;
+    std::size_t begin, end;
     const WeightSums* sums;
+    std::size_t sum_stride;
     float* out;
     std::size_t stride;
-    std::ptrdiff_t distance;  // to the part that is read next
   };
 
   template <std::size_t kRows, class Reader>
-  static void accumulate_rows(const CodedPart& part, const Reader& reader, std::size_t tile_begin, std::size_t tile_end,
-                              const std::int16_t* weights, std::size_t stride, Accumulation& a) {
-    split_weights<kRows>(tile_begin * 16, tile_end * 16, weights, stride, a);
-    a.plain = part.zero_points == nullptr;
-    for (std::size_t r = 0; r < kRows; ++r) a.plain &= a.sums[r].probability > 0;
-    constexpr std::size_t kGroups = kRows == 8 ? 1 : kRows == 1 ? 4 : 2;
-    const std::size_t groups = part.dim / 16;
-    std::size_t group = 0;
-    for (; group + kGroups <= groups; group += kGroups) {
-      accumulate_groups<kRows, kGroups>(part, reader, tile_begin, tile_end, a, group);
+  static void accumulate_rows(const Reader& reader, const std::int16_t* weights, std::size_t stride, Accumulation& a) {
+    split_weights<kRows>(a.begin, a.end, weights, stride, a);
+    a.all_count = true;
+    for (std::size_t r = 0; r < kRows; ++r) {
+      a.zero_points[r] = 0;
+      a.counts[r] = false;
+      for (std::size_t k = 0; k < a.parts.size(); ++k) {
+        a.counts[r] |= a.sums[k * a.sum_stride + r].probability > 0;
+        a.zero_points[r] += a.sums[k * a.sum_stride + r].zero_point;
+      }
+      a.all_count &= a.counts[r];
     }
-    for (; group < groups; ++group) accumulate_groups<kRows, 1>(part, reader, tile_begin, tile_end, a, group);
+    constexpr std::size_t kGroups = kRows == 8 ? 1 : kRows == 1 ? 4 : 2;
+    const std::size_t groups = a.parts[0].dim / 16;
+    std::size_t group = 0;
+    for (; group + kGroups <= groups; group += kGroups) accumulate_groups<kRows, kGroups>(reader, a, group);
+    for (; group < groups; ++group) accumulate_groups<kRows, 1>(reader, a, group);
   }
 
   template <std::size_t kRows>
@@ -422,14 +462,14 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     for (std::size_t r = 0; r < kRows; ++r) {
       const std::int16_t* from = weights + r * stride;
       __m512i sum = _mm512_setzero_si512();
-      for (std::size_t t = begin; t < end; t += 32) {
+      for (std::size_t c = begin; c < end; c += 32) {
         // Behind the last tile there is room in the planes.
-        const __mmask32 seen = end - t >= 32 ? 0xffffffffu : 0xffffu;
-        const __m512i w = _mm512_maskz_loadu_epi16(seen, from + t);
+        const __mmask32 seen = end - c >= 32 ? 0xffffffffu : 0xffffu;
+        const __m512i w = _mm512_maskz_loadu_epi16(seen, from + c);
         sum = _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi16(-128));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][0] + t),
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][0] + c),
                             _mm512_cvtepi16_epi8(_mm512_srli_epi16(w, 7)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][1] + t),
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][1] + c),
                             _mm512_cvtepi16_epi8(_mm512_and_si512(w, _mm512_set1_epi16(127))));
       }
       sums[r] = sum;
@@ -437,9 +477,34 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.start), integer_trees(sums));
   }
 
+  // Tiles of one part, from a coordinate group on.
+  struct Run {
+    std::size_t part = 0, tiles = 0;  // tiles: 0 behind the last part
+    const std::uint8_t *fragment = nullptr, *behind = nullptr, *history = nullptr;
+
+    Run(const Accumulation& a, std::size_t group, std::size_t bytes, std::size_t groups) {
+      start(a, a.begin / 16, group, bytes, groups);
+    }
+    void next(const Accumulation& a, std::size_t group, std::size_t bytes, std::size_t groups) {
+      tiles = 0;
+      if (++part < a.parts.size()) start(a, 0, group, bytes, groups);
+    }
+
+   private:
+    void start(const Accumulation& a, std::size_t tile, std::size_t group, std::size_t bytes, std::size_t groups) {
+      const CodedPart& from = a.parts[part];
+      const std::size_t tokens = from.page_tokens, stride = tokens / 16 * bytes;
+      tiles = (std::min)(a.end - part * tokens, tokens) / 16 - tile;
+      const std::uint8_t* first = from.fragments + group * stride;
+      fragment = first + tile * bytes;
+      behind = moved(first + tile * groups * bytes, a.distance[part]);  // line by line
+      // The section is closed: the last fragment comes before the first.
+      history = (group == 0 && tile == 0 ? fragment + from.dim / 16 * stride : fragment) - 16;
+    }
+  };
+
   template <std::size_t kRows, std::size_t kGroups, class Reader>
-  [[gnu::flatten]] static void accumulate_groups(const CodedPart& part, const Reader& reader, std::size_t tile_begin,
-                                                 std::size_t tile_end, const Accumulation& a, std::size_t group) {
+  [[gnu::flatten]] static void accumulate_groups(const Reader& reader, const Accumulation& a, std::size_t group) {
     constexpr std::size_t kPlanes = 2 * kRows, kSums = kRows * kGroups >= 4 ? 1 : kRows * kGroups == 2 ? 2 : 4;
     constexpr std::size_t kBytes = Reader::kBytes;
     __m512i sums[kGroups][kPlanes][kSums];
@@ -451,19 +516,18 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
       constexpr std::size_t kRow = decltype(at)::value / kGroups;
       sums[at.value % kGroups][2 * kRow + 1][0] = _mm512_set1_epi32(a.start[kRow]);
     });
-    const std::size_t stride = part.page_tokens / 16 * kBytes;
-    const std::uint8_t* fragment = part.fragments + group * stride + tile_begin * kBytes;
-    const std::uint8_t* behind = moved(fragment, a.distance);
-    // The section is closed: the last fragment comes before the first.
-    const std::uint8_t* history = (group == 0 && tile_begin == 0 ? fragment + part.dim / 16 * stride : fragment) - 16;
-    const std::uint8_t* weights = &a.planes[0][0][0] + tile_begin * 16;
-    for (std::size_t tile = tile_begin; tile < tile_end; ++tile) {
+    const std::size_t stride = a.parts[0].page_tokens / 16 * kBytes;
+    const std::uint8_t* weights = &a.planes[0][0][0] + a.begin;
+    // One loop over the tiles of all parts: with one inside the other g++ keeps the sums in memory.
+    Run run(a, group, kBytes, kGroups);
+    const std::uint8_t *fragment = run.fragment, *behind = run.behind, *history = run.history;
+    for (std::size_t left = run.tiles; left != 0;) {
       __m512i levels[kGroups][4];
       repeat<kGroups>([&](auto g) {
         const std::uint8_t* at = fragment + g.value * stride;
         reader.read(at, g.value == 0 ? history : at - 16, levels[g.value]);
-        fetch_bytes<kBytes>(behind + g.value * stride);
       });
+      fetch_bytes<kGroups * kBytes>(behind);
       repeat<4 * kPlanes>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kPlanes, kPlane = decltype(at)::value % kPlanes;
         const std::uint8_t* from = weights + kPlane * (kMaxPage + 64) + kSlot * 4;
@@ -474,43 +538,46 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
           sum = multiply_four<kLoads>(sum, levels[g.value][kSlot], four, from);
         });
       });
-      fragment += kBytes, behind += kBytes, history = fragment - 16, weights += 16;
+      fragment += kBytes, behind += kGroups * kBytes, history = fragment - 16, weights += 16;
+      if (--left != 0) continue;
+      run.next(a, group, kBytes, kGroups);
+      fragment = run.fragment, behind = run.behind, history = run.history, left = run.tiles;
     }
-    __m512 totals[kRows][kGroups], centers[kGroups];
+    __m512 rests[kRows][kGroups];
     repeat<kRows * kGroups>([&](auto at) {
-      constexpr std::size_t kRow = decltype(at)::value / kGroups, kGroup = decltype(at)::value % kGroups;
-      __m512i high = sums[kGroup][2 * kRow][0], low = sums[kGroup][2 * kRow + 1][0];
-      repeat<kSums - 1>([&](auto more) {
-        high = _mm512_add_epi32(high, sums[kGroup][2 * kRow][more.value + 1]);
-        low = _mm512_add_epi32(low, sums[kGroup][2 * kRow + 1][more.value + 1]);
-      });
-      totals[kRow][kGroup] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+      constexpr std::size_t kRow = decltype(at)::value / kGroups;
+      rests[kRow][at.value % kGroups] = _mm512_set1_ps(a.zero_points[kRow]);
     });
-    repeat<kGroups>([&](auto g) { centers[g.value] = any_center16(part, (group + g.value) * 16); });
+    const std::size_t centers = a.parts[0].center_bits != 0 ? a.parts.size() : 0;
+    for (std::size_t k = 0; k < centers; ++k) {
+      __m512 center[kGroups];
+      repeat<kGroups>([&](auto g) { center[g.value] = any_center16(a.parts[k], (group + g.value) * 16); });
+      repeat<kRows>([&](auto row) {
+        const __m512 probability = _mm512_set1_ps(a.sums[k * a.sum_stride + row.value].probability);
+        repeat<kGroups>([&](auto g) {
+          __m512& rest = rests[row.value][g.value];
+          rest = _mm512_fmadd_ps(center[g.value], probability, rest);
+        });
+      });
+    }
     // Copies: what is written might be a, as far as the compiler knows.
     const WeightSums* weight = a.sums;
     float* to = a.out + group * 16;
     const std::size_t out_stride = a.stride;
-    const auto add = [&](auto row, auto g, __m512 rest) {
-      const __m512 sum =
-          _mm512_fmadd_ps(totals[row.value][g.value], _mm512_set1_ps(weight[row.value].coefficient), rest);
-      _mm512_storeu_ps(to + g.value * 16, _mm512_add_ps(_mm512_loadu_ps(to + g.value * 16), sum));
-    };
-    if (a.plain) {
-      repeat<kRows>([&](auto row) {
-        repeat<kGroups>([&](auto g) {
-          add(row, g, _mm512_mul_ps(centers[g.value], _mm512_set1_ps(weight[row.value].probability)));
-        });
-        to += out_stride;
-      });
-      return;
-    }
+    const bool* counts = a.all_count ? nullptr : a.counts;
     repeat<kRows>([&](auto row) {
-      if (weight[row.value].probability > 0) {
+      constexpr std::size_t kRow = decltype(row)::value;
+      const __m512 coefficient = _mm512_set1_ps(weight[kRow].coefficient);
+      if (counts == nullptr || counts[kRow]) {
         repeat<kGroups>([&](auto g) {
-          add(row, g,
-              _mm512_fmadd_ps(centers[g.value], _mm512_set1_ps(weight[row.value].probability),
-                              _mm512_set1_ps(weight[row.value].zero_point)));
+          __m512i high = sums[g.value][2 * kRow][0], low = sums[g.value][2 * kRow + 1][0];
+          repeat<kSums - 1>([&](auto more) {
+            high = _mm512_add_epi32(high, sums[g.value][2 * kRow][more.value + 1]);
+            low = _mm512_add_epi32(low, sums[g.value][2 * kRow + 1][more.value + 1]);
+          });
+          const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+          const __m512 sum = _mm512_fmadd_ps(total, coefficient, rests[kRow][g.value]);
+          _mm512_storeu_ps(to + g.value * 16, _mm512_add_ps(_mm512_loadu_ps(to + g.value * 16), sum));
         });
       }
       to += out_stride;

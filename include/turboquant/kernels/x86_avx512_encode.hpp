@@ -60,7 +60,12 @@ struct Avx512Encoders : PortableKernels<Unit> {
     float* rotated = block.rotated + r * block.dim;
     std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
     block.unit[r] = normalize<false>(q, nullptr, block.dim, normal);
-    rotate(rotation, normal, rotated);
+    // As rotate, without its scaling by powers of two: it would change no bit of what lies between 1 and 2.
+    for (std::size_t i = 0; i < block.dim; i += 16) {
+      _mm512_storeu_ps(rotated + i, _mm512_mul_ps(_mm512_loadu_ps(normal + i), _mm512_loadu_ps(rotation.signs + i)));
+    }
+    Base::transform(rotation, rotated, false, [](float* x, std::size_t n) { sylvester(x, n); });
+    scale_back<false>(nullptr, block.dim, rotated, 1.0f);
     const float largest = largest_magnitude(rotated, block.dim);
     const float range = block.plane_count == 1 ? 127.0f : 16319.0f;  // as the portable one
     block.step[r] = largest / range;

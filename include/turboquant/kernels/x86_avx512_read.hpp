@@ -32,6 +32,11 @@ template <class Unit>
 struct Avx512Loads {
   static __m512i load512(const void* from) { return _mm512_loadu_si512(from); }
   static __m128i load128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+  // In a register: g++ would load again for every use.
+  [[gnu::always_inline]] static __m512i held(__m512i x) {
+    __asm__("" : "+v"(x));
+    return x;
+  }
   static std::int32_t load32(const void* from) {
     std::int32_t bits = 0;
     std::memcpy(&bits, from, sizeof bits);
@@ -49,7 +54,7 @@ struct Avx512Reader;
 
 template <class Unit, unsigned B, int kOffset>
 struct Avx512Reader<Unit, LevelCodes<B>, kOffset> : Avx512Loads<Unit> {
-  using Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load512;
+  using Avx512Loads<Unit>::held, Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load512;
   static constexpr std::size_t kBytes = layout::fragment_bytes(B);
 
   __m512i table, upper;  // the levels; at width 3 those without and with the third bit; at width 1 the two levels
@@ -70,7 +75,7 @@ struct Avx512Reader<Unit, LevelCodes<B>, kOffset> : Avx512Loads<Unit> {
 
   void read(const std::uint8_t* fragment, const std::uint8_t*, __m512i (&levels)[4]) const {
     if constexpr (B == 4) {
-      const __m512i first = load512(fragment), second = load512(fragment + 64);
+      const __m512i first = held(load512(fragment)), second = held(load512(fragment + 64));
       levels[0] = _mm512_permutexvar_epi8(first, table);
       levels[1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(first, 4), table);
       levels[2] = _mm512_permutexvar_epi8(second, table);
@@ -92,7 +97,7 @@ struct Avx512Reader<Unit, LevelCodes<B>, kOffset> : Avx512Loads<Unit> {
     } else if constexpr (B == 1) {
       return _mm512_mask_blend_epi8(mask(fragment + 8 * kSlot), table, upper);
     } else {
-      const __m512i all = load512(fragment), fields = kSlot == 0 ? all : _mm512_srli_epi16(all, 2 * kSlot);
+      const __m512i all = held(load512(fragment)), fields = kSlot == 0 ? all : _mm512_srli_epi16(all, 2 * kSlot);
       const __m512i levels = _mm512_permutexvar_epi8(fields, table);
       if constexpr (B == 3) {
         return _mm512_mask_permutexvar_epi8(levels, mask(fragment + 64 + 8 * kSlot), fields, upper);

@@ -11,6 +11,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <utility>
 
 // The region is that of x86_avx512.hpp.
@@ -163,78 +164,79 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     return factor;
   }
 
-  static WeightSums weigh(const CodedPart& part, const float* p, std::size_t begin, std::size_t end,
-                          std::int16_t* weights) {
-    WeightSums sums{0, 0, 0};
+  static void weigh(std::span<const CodedPart> parts, const float* p, std::size_t begin, std::size_t end,
+                    std::int16_t* weights, WeightSums* sums, std::size_t sum_stride) {
     alignas(64) float products[layout::kMaxPageTokens];
-    __m512 most = _mm512_setzero_ps(), total = most;
-    for (std::size_t t = begin; t < end; t += 16) {
-      const __m512 x = _mm512_loadu_ps(p + t), product = _mm512_mul_ps(x, widen16(part.scales + t));
-      _mm512_store_ps(products + t, product);
-      most = _mm512_max_ps(most, product);
-      total = _mm512_add_ps(total, x);
-    }
-    if (part.zero_points != nullptr) {
-      __m512 zero = _mm512_setzero_ps();
-      for (std::size_t t = begin; t < end; t += 16) {
-        zero = _mm512_fmadd_ps(_mm512_loadu_ps(p + t), widen16(part.zero_points + t), zero);
+    __m512 most = _mm512_setzero_ps();
+    for (std::size_t k = 0; k < parts.size(); ++k) {
+      const CodedPart& part = parts[k];
+      const std::size_t first = k * part.page_tokens, from = k == 0 ? begin : first;
+      const std::size_t until = (std::min)(end, first + part.page_tokens);
+      __m512 total = _mm512_setzero_ps(), zero = total;
+      for (std::size_t c = from; c < until; c += 16) {
+        const __m512 x = _mm512_loadu_ps(p + c), product = _mm512_mul_ps(x, widen16(part.scales + (c - first)));
+        _mm512_store_ps(products + c, product);
+        most = _mm512_max_ps(most, product);
+        total = _mm512_add_ps(total, x);
+        if (part.zero_points != nullptr) zero = _mm512_fmadd_ps(x, widen16(part.zero_points + (c - first)), zero);
       }
-      sums.zero_point = tree(zero);
+      sums[k * sum_stride] = WeightSums{0, tree(total), tree(zero)};
     }
     const Units units(_mm512_set1_ps(_mm512_reduce_max_ps(most)));
-    sums.probability = tree(total);
-    sums.coefficient = _mm512_cvtss_f32(units.coefficient);
-    for (std::size_t t = begin; t < end; t += 16) {
-      const __m512i w = whole(_mm512_load_ps(products + t), units.down, units.by);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + t), _mm512_cvtepi32_epi16(w));
+    for (std::size_t k = 0; k < parts.size(); ++k) {
+      sums[k * sum_stride].coefficient = _mm512_cvtss_f32(units.coefficient);
     }
-    return sums;
+    for (std::size_t c = begin; c < end; c += 16) {
+      const __m512i w = whole(_mm512_load_ps(products + c), units.down, units.by);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + c), _mm512_cvtepi32_epi16(w));
+    }
   }
 
-  static void soften_rows(const CodedPart& part, std::size_t begin, std::size_t end, std::size_t rows, float* logits,
-                          std::size_t stride, SoftmaxState* states, std::int16_t* weights, WeightSums* sums, float* acc,
-                          std::size_t dim) {
-    // Of a page: scales, and the zero points behind them.
+  static void soften_rows(std::span<const CodedPart> parts, std::size_t begin, std::size_t end, std::size_t rows,
+                          float* logits, std::size_t stride, SoftmaxState* states, std::int16_t* weights,
+                          WeightSums* sums, float* acc, std::size_t dim) {
+    // Of all columns: scales, and the zero points behind them.
     alignas(64) float widened[2 * layout::kMaxPageTokens];
-    const bool has_zero_points = part.zero_points != nullptr;
-    const std::size_t shared = rows > 1 ? end : begin;
-    for (std::size_t t = begin; t < shared; t += 16) _mm512_store_ps(widened + t, widen16(part.scales + t));
-    for (std::size_t t = begin; has_zero_points && t < shared; t += 16) {
-      _mm512_store_ps(widened + layout::kMaxPageTokens + t, widen16(part.zero_points + t));
+    const std::size_t tokens = parts[0].page_tokens;
+    const bool has_zero_points = parts[0].zero_points != nullptr;
+    for (std::size_t p = 0; p < parts.size(); ++p) {
+      const std::size_t first = p * tokens, from = p == 0 ? begin : first, until = (std::min)(end, first + tokens);
+      for_tiles(from, until, [&](std::size_t c) {
+        _mm512_store_ps(widened + c, widen16(parts[p].scales + (c - first)));
+        if (!has_zero_points) return;
+        _mm512_store_ps(widened + layout::kMaxPageTokens + c, widen16(parts[p].zero_points + (c - first)));
+      });
     }
-    for (std::size_t first = 0; first < rows;) {
-      std::size_t set = 8;
-      while (set > rows - first) set /= 2;
-      const Softening s{widened,
-                        begin,
-                        end,
-                        logits + first * stride,
-                        stride,
-                        states + first,
-                        weights + first * stride,
-                        sums + first,
-                        acc + first * dim,
-                        dim};
-      const auto run = [&](auto count) {
-        if (has_zero_points) {
-          soften_set<decltype(count)::value, true>(s);
-        } else {
-          soften_set<decltype(count)::value, false>(s);
-        }
-      };
-      if (set == 8) run(Count<8>());
-      if (set == 4) run(Count<4>());
-      if (set == 2) run(Count<2>());
-      if (set == 1) soften_row(part, s);
-      first += set;
+    for (std::size_t first = 0; first < rows; first += kSet) {
+      const Softening s{.widened = widened,
+                        .tokens = tokens,
+                        .parts = parts.size(),
+                        .begin = begin,
+                        .end = end,
+                        .rows = (std::min)(kSet, rows - first),
+                        .logits = logits + first * stride,
+                        .stride = stride,
+                        .states = states + first,
+                        .weights = weights + first * stride,
+                        .sums = sums + first,
+                        .sum_stride = rows,
+                        .acc = acc + first * dim,
+                        .dim = dim};
+      if (has_zero_points) {
+        soften_set<true>(s);
+      } else {
+        soften_set<false>(s);
+      }
     }
   }
 
  protected:
   using Tools = Avx512Tools<Unit>;
   using Tools::between, Tools::exp_negative16, Tools::join_rows, Tools::tree, Tools::trees, Tools::widen16;
-  template <std::size_t N>
-  using Count = typename Tools::template Count<N>;
+  template <std::size_t N, class Visit>
+  [[gnu::always_inline]] static void repeat(Visit visit) {
+    Tools::template repeat<N>(visit);
+  }
 
   // What weights of rows are counted in, from the largest products.
   struct Units {
@@ -256,103 +258,126 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(product, down), by));
   }
 
-  // What one call of soften_set works with.
+  static constexpr std::size_t kSet = 8;  // numbers that are computed at once, one to a lane
+
+  // What one call of soften_set works with: at most kSet rows.
   struct Softening {
     const float* widened;  // [2][kMaxPageTokens]: scales, zero points
-    std::size_t begin, end;
+    std::size_t tokens, parts, begin, end, rows;
     float* logits;
     std::size_t stride;
     SoftmaxState* states;
     std::int16_t* weights;
     WeightSums* sums;
+    std::size_t sum_stride;
     float* acc;
     std::size_t dim;
   };
 
-  // A row alone shares nothing.
-  static void soften_row(const CodedPart& part, const Softening& s) {
-    const bool known = s.states[0].sum > 0;
-    const float factor = softmax_step(s.logits, s.begin, s.end, s.begin, s.end, s.states[0]);
-    if (known && factor != 1.0f) scale(s.acc, s.dim, factor);
-    s.sums[0] = weigh(part, s.logits, s.begin, s.end, s.weights);
-  }
-  static void scale(float* row, std::size_t dim, float factor) {
-    const __m512 by = _mm512_set1_ps(factor);
-    for (std::size_t i = 0; i < dim; i += 16) _mm512_storeu_ps(row + i, _mm512_mul_ps(_mm512_loadu_ps(row + i), by));
-  }
+  // Vectors of the rows of a set, to be joined.
+  struct RowVectors {
+    __m512 largest[kSet], totals[kSet];
+  };
 
-  // What is one number of a row is computed for all rows at once, lane r being row r.
-  template <std::size_t kRows, bool kZeroPoints>
+  // What is one number of a row, or of a row and a part, is computed for eight of them at once.
+  template <bool kZeroPoints>
   [[gnu::flatten]] static void soften_set(const Softening& s) {
-    const std::size_t begin = s.begin, end = s.end, stride = s.stride;
-    const float* widened = s.widened;
-    alignas(64) float products[kRows][layout::kMaxPageTokens];
-    alignas(64) float tops[16], downs[16], bys[16], coefficients[16], probabilities[16], zeros[16];
-    __m512 most[kRows], totals[kRows], zero[kRows];
-    for (std::size_t r = 0; r < kRows; ++r) {
+    const std::size_t begin = s.begin, end = s.end, rows = s.rows, stride = s.stride;
+    alignas(64) float tops[16], downs[16], bys[16], coefficients[16];
+    RowVectors v;
+    for (std::size_t r = 0; r < kSet; ++r) {
+      __m512 m[4];  // no logit is less
+      repeat<4>([&](auto k) { m[k.value] = _mm512_set1_ps(-3.402823466e38f); });
       const float* row = s.logits + r * stride;
-      __m512 m = _mm512_set1_ps(-3.402823466e38f);  // no logit is less
-      for_tiles(begin, end, [&](std::size_t t) { m = _mm512_max_ps(m, _mm512_loadu_ps(row + t)); });
-      most[r] = m;
+      std::size_t c = begin;
+      for (; r < rows && c + 64 <= end; c += 64) {
+        repeat<4>([&](auto k) { m[k.value] = _mm512_max_ps(m[k.value], _mm512_loadu_ps(row + c + 16 * k.value)); });
+      }
+      for (; r < rows && c < end; c += 16) m[0] = _mm512_max_ps(m[0], _mm512_loadu_ps(row + c));
+      v.largest[r] = _mm512_max_ps(_mm512_max_ps(m[0], m[1]), _mm512_max_ps(m[2], m[3]));
     }
     const typename Tools::Larger larger;
-    constexpr auto kStates = static_cast<__mmask8>((1u << kRows) - 1u);
-    const __m512 old = _mm512_castsi512_ps(_mm512_maskz_loadu_epi64(kStates, s.states));
+    const auto states = static_cast<__mmask8>((1u << rows) - 1u);
+    const __m512 old = _mm512_castsi512_ps(_mm512_maskz_loadu_epi64(states, s.states));
     const __m512 old_sum =
         _mm512_permutexvar_ps(_mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 1, 1, 1, 1, 1, 1, 1, 1), old);
     const __m512 old_largest =
         _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 0, 0, 0, 0, 0, 0, 0, 0), old);
     const __mmask16 known = _mm512_cmp_ps_mask(old_sum, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512 of_page = join_rows(most, larger);
-    const __m512 largest = _mm512_mask_max_ps(of_page, known, of_page, old_largest);
+    const __m512 of_step = join_rows(v.largest, larger);
+    const __m512 largest = _mm512_mask_max_ps(of_step, known, of_step, old_largest);
     const __m512 factor = _mm512_maskz_mov_ps(known, exp_negative16(_mm512_sub_ps(old_largest, largest)));
     _mm512_store_ps(tops, largest);
-    for (std::size_t r = 0; r < kRows; ++r) {
-      const float* row = s.logits + r * stride;
-      const __m512 top = _mm512_set1_ps(-tops[r]);
-      __m512 m = _mm512_setzero_ps(), total = m, z = m;
-      for_tiles(begin, end, [&](std::size_t t) {
-        const __m512 p = exp_negative16(_mm512_add_ps(top, _mm512_loadu_ps(row + t)));
-        const __m512 product = _mm512_mul_ps(p, _mm512_load_ps(widened + t));
-        total = _mm512_add_ps(total, p);
-        m = _mm512_max_ps(m, product);
-        if constexpr (kZeroPoints) {
-          z = _mm512_fmadd_ps(p, _mm512_load_ps(widened + layout::kMaxPageTokens + t), z);
-        }
-        _mm512_store_ps(products[r] + t, product);
-      });
-      most[r] = m, totals[r] = total;
-      if constexpr (kZeroPoints) zero[r] = z;
-    }
-    const Units units(join_rows(most, larger));
-    const __m512 total = trees(totals);
+    for (std::size_t r = 0; r < kSet; ++r) v.largest[r] = v.totals[r] = _mm512_setzero_ps();
+    for (std::size_t first = 0; first < rows * s.parts; first += kSet) soften_pairs<kZeroPoints>(s, first, tops, v);
+    const Units units(join_rows(v.largest, larger));
     _mm512_store_ps(coefficients, units.coefficient);
     _mm512_store_ps(downs, units.down);
     _mm512_store_ps(bys, units.by);
-    _mm512_store_ps(probabilities, total);
-    _mm512_store_ps(zeros, _mm512_setzero_ps());
-    if constexpr (kZeroPoints) _mm512_store_ps(zeros, trees(zero));
-    const __m512 sum = _mm512_fmadd_ps(old_sum, factor, total);
-    const __m512i pairs = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    _mm512_mask_storeu_epi64(s.states, kStates, _mm512_castps_si512(_mm512_permutex2var_ps(largest, pairs, sum)));
-    for (std::size_t r = 0; r < kRows; ++r) {
+    for (std::size_t r = 0; r < rows; ++r) {
+      const float* row = s.logits + r * stride;
       std::int16_t* to = s.weights + r * stride;
       const __m512 down = _mm512_set1_ps(downs[r]), by = _mm512_set1_ps(bys[r]);
-      for_tiles(begin, end, [&](std::size_t t) {
-        const __m512i w = whole(_mm512_load_ps(products[r] + t), down, by);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + t), _mm512_cvtepi32_epi16(w));
+      for_tiles(begin, end, [&](std::size_t c) {
+        const __m512i w = whole(_mm512_loadu_ps(row + c), down, by);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + c), _mm512_cvtepi32_epi16(w));
       });
-      s.sums[r] = WeightSums{coefficients[r], probabilities[r], zeros[r]};
+      for (std::size_t k = 0; k < s.parts; ++k) s.sums[k * s.sum_stride + r].coefficient = coefficients[r];
     }
-    // Few pages have a larger logit than all before them.
+    const __m512 sum = _mm512_fmadd_ps(old_sum, factor, trees(v.totals));
+    const __m512i pairs = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    _mm512_mask_storeu_epi64(s.states, states, _mm512_castps_si512(_mm512_permutex2var_ps(largest, pairs, sum)));
+    // Few steps have a larger logit than all before them.
     const __mmask16 less = _mm512_mask_cmp_ps_mask(known, factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
-    unsigned rest = less & ((1u << kRows) - 1u);
+    unsigned rest = less & ((1u << rows) - 1u);
     if (rest == 0) return;
     _mm512_store_ps(tops, factor);
     for (; rest != 0; rest &= rest - 1) {
       const auto r = static_cast<std::size_t>(std::countr_zero(rest));
       scale(s.acc + r * s.dim, s.dim, tops[r]);
     }
+  }
+
+  // Eight pairs of a row and a part from number `first` on, parts of a row in order: logits become probabilities times
+  // scales.
+  template <bool kZeroPoints>
+  static void soften_pairs(const Softening& s, std::size_t first, const float* tops, RowVectors& v) {
+    WeightSums* sums[kSet];
+    alignas(64) float probabilities[16], zeros[16];
+    __m512 totals[kSet], zero[kSet];
+    const std::size_t count = (std::min)(kSet, s.rows * s.parts - first);
+    std::size_t r = first / s.parts, part = first % s.parts;
+    for (std::size_t n = 0; n < kSet; ++n) {
+      __m512 total = _mm512_setzero_ps(), z = total;
+      if (n < count) {
+        float* row = s.logits + r * s.stride;
+        const __m512 top = _mm512_set1_ps(-tops[r]);
+        __m512 row_total = v.totals[r], most = v.largest[r];
+        const std::size_t from = part == 0 ? s.begin : part * s.tokens;
+        for_tiles(from, (std::min)(s.end, (part + 1) * s.tokens), [&](std::size_t c) {
+          const __m512 p = exp_negative16(_mm512_add_ps(top, _mm512_loadu_ps(row + c)));
+          const __m512 product = _mm512_mul_ps(p, _mm512_load_ps(s.widened + c));
+          total = _mm512_add_ps(total, p);
+          row_total = _mm512_add_ps(row_total, p);
+          most = _mm512_max_ps(most, product);
+          if constexpr (kZeroPoints) {
+            z = _mm512_fmadd_ps(p, _mm512_load_ps(s.widened + layout::kMaxPageTokens + c), z);
+          }
+          _mm512_storeu_ps(row + c, product);
+        });
+        v.totals[r] = row_total, v.largest[r] = most;
+        sums[n] = s.sums + part * s.sum_stride + r;
+        if (++part == s.parts) part = 0, ++r;
+      }
+      totals[n] = total, zero[n] = z;
+    }
+    _mm512_store_ps(probabilities, trees(totals));
+    if constexpr (kZeroPoints) _mm512_store_ps(zeros, trees(zero));
+    for (std::size_t n = 0; n < count; ++n) *sums[n] = WeightSums{0, probabilities[n], kZeroPoints ? zeros[n] : 0.0f};
+  }
+  static void scale(float* row, std::size_t dim, float factor) {
+    const __m512 by = _mm512_set1_ps(factor);
+    for (std::size_t i = 0; i < dim; i += 16) _mm512_storeu_ps(row + i, _mm512_mul_ps(_mm512_loadu_ps(row + i), by));
   }
   // visit(t) for the tiles of [begin, end); a page of 64 tokens, or what is left of it, without a loop.
   template <class Visit>
