@@ -359,8 +359,9 @@ class Mirror {
   }
 
   /// Output error to first order: sum of p_j e_j (v_j - out) with e_j the logit errors, independent between keys, so
-  /// the squares add; six of the deviations that result. Softmax weights of a step, up to 256 tokens, are rounded to 14 bits of
-  /// the largest of the step, which lies in the token's 256 or beside them. The fp32 sums: 2e-6 of the sum of p |v|.
+  /// the squares add; six of the deviations that result. Softmax weights of a step, up to 256 tokens, are rounded to 14
+  /// bits of the largest of the step, which lies in the token's 256 or beside them. The fp32 sums: 2e-6 of the sum of p
+  /// |v|.
   template <class KeyRow, class ValueRow>
   Budget budget_of(const double* query, std::size_t dim, const oracle::Row& truth, const oracle::Options& options,
                    std::size_t kv, std::size_t seen, const KeyRow& key, const ValueRow& value,
@@ -390,7 +391,8 @@ class Mirror {
     for (const auto& [number, step] : steps) {
       double largest = step.first;
       for (const std::size_t beside : {number - 1, number + 1}) {
-        if (const auto found = steps.find(beside); found != steps.end()) largest = std::max(largest, found->second.first);
+        if (const auto found = steps.find(beside); found != steps.end())
+          largest = std::max(largest, found->second.first);
       }
       budget.out += 0x1p-14 * largest * std::sqrt(step.second);
     }

@@ -82,15 +82,16 @@ inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_h
     const PageView entry = view.entry(e);
     if (entry.begin >= coded) break;
     const std::size_t count = (std::min)(entry.end(), coded) - entry.begin;
-    CodedPart part = layer.part(entry.memory, Side::key, kv_head);
+    const bool whole = entry.first == 0 && count == layer.page_shape.tokens;
+    if (!whole) score_held();
+    CodedPart& part = pages[held];
+    layer.find_part(entry.memory, Side::key, kv_head, part);
     part.next = layer.part_ahead(e + 1 < end_entry ? view.entry(e + 1).memory : nullptr, Side::key, kv_head);
-    if (entry.first == 0 && count == part.page_tokens) {
+    if (whole) {
       if (held == 0) held_begin = entry.begin;
-      pages[held++] = part;
-      if (held == kMostPages) score_held();
+      if (++held == kMostPages) score_held();
       continue;
     }
-    score_held();
     layer.operations->score(part, entry.first / 16, (entry.first + count + 15) / 16, block.query, 0, block.rows,
                             block.factor, block.logits, RowBlock::kChunk);
     put(entry.begin, entry.first, count);

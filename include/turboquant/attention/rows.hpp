@@ -73,29 +73,29 @@ inline void fold(const Operations& ops, const Partial& to, const Partial& from, 
 // missing half changes nothing, so the result does not depend on how many splits follow, nor on who merges which part.
 struct FoldTree {
   static constexpr std::size_t kMostLevels = 48;
-  Partial levels[kMostLevels] = {};
-  bool used[kMostLevels] = {};
+  Partial levels[kMostLevels];
+  std::uint64_t used = 0;  // bit l: level l holds a result
 
   // Takes over the leaf's buffers and leaves it others.
   void push(const Operations& ops, Partial& leaf, std::size_t number, std::size_t rows, std::size_t dim) {
     std::size_t level = 0;
     for (; number % 2 != 0; number /= 2, ++level) {
-      if (!used[level]) continue;
+      if ((used >> level & 1u) == 0) continue;
       fold(ops, levels[level], leaf, rows, dim);
       std::swap(levels[level], leaf);
-      used[level] = false;
+      used &= ~(std::uint64_t{1} << level);
     }
     std::swap(levels[level], leaf);
-    used[level] = true;
+    used |= std::uint64_t{1} << level;
   }
 
   // The merged result; `empty` serves if there was no split.
   Partial finish(const Operations& ops, const Partial& empty, std::size_t rows, std::size_t dim) {
     const Partial* result = nullptr;
-    for (std::size_t level = 0; level < kMostLevels; ++level) {
-      if (!used[level]) continue;
-      if (result != nullptr) fold(ops, levels[level], *result, rows, dim);
-      result = &levels[level];
+    for (std::uint64_t rest = used; rest != 0; rest &= rest - 1) {
+      const Partial& level = levels[std::countr_zero(rest)];
+      if (result != nullptr) fold(ops, level, *result, rows, dim);
+      result = &level;
     }
     if (result != nullptr) return *result;
     clear(empty, rows, dim);

@@ -93,8 +93,8 @@ struct Operations {
   float (*softmax_step)(float*, std::size_t, std::size_t, std::size_t, std::size_t, SoftmaxState&);
   void (*weigh)(std::span<const CodedPart>, const float*, std::size_t, std::size_t, std::int16_t*, WeightSums*,
                 std::size_t);
-  void (*soften_rows)(std::span<const CodedPart>, std::size_t, std::size_t, std::size_t, float*, std::size_t, SoftmaxState*,
-                      std::int16_t*, WeightSums*, float*, std::size_t);
+  void (*soften_rows)(std::span<const CodedPart>, std::size_t, std::size_t, std::size_t, float*, std::size_t,
+                      SoftmaxState*, std::int16_t*, WeightSums*, float*, std::size_t);
   void (*accumulate)(std::span<const CodedPart>, std::size_t, std::size_t, std::size_t, const std::int16_t*,
                      std::size_t, const WeightSums*, std::size_t, float*, std::size_t);
   void (*accumulate_raw)(const bfloat16*, std::size_t, std::size_t, std::size_t, const float*, std::size_t, float*,

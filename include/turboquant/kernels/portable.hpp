@@ -232,9 +232,9 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
     return factor;
   }
 
-  /// A step of the online softmax covers the coded tokens of `parts`, which have one shape, behind one another: column c
-  /// is token c % page_tokens of part c / page_tokens. Columns [begin, end) are whole tiles, from the first part on and
-  /// up to the last one; there are at most kMaxPageTokens.
+  /// A step of the online softmax covers the coded tokens of `parts`, which have one shape, behind one another: column
+  /// c is token c % page_tokens of part c / page_tokens. Columns [begin, end) are whole tiles, from the first part on
+  /// and up to the last one; there are at most kMaxPageTokens.
   ///
   /// Weights for the values of a step: weights[c] = round(p[c] scale_c / coefficient) in [0, 16383], the largest of the
   /// step being 16383. sums[k * sum_stride] belongs to part k; the coefficient is the same for all.
@@ -274,9 +274,9 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
   // ---- accumulation
   // --------------------------------------------------------------------------------------------------
 
-  /// out[r * out_stride + i] += coefficient_r (sum of weights_rc level_ci) + sum over parts of (probability_r center_i +
-  /// zero_point_r) for the columns [begin, end) of a step, in the rotated domain; weights: [rows][weight_stride]; sums:
-  /// [parts][sum_stride]. Rows of probability 0 are left alone. Integer sums are exact: 256 * 16383 * 127 < 2^31.
+  /// out[r * out_stride + i] += coefficient_r (sum of weights_rc level_ci) + sum over parts of (probability_r center_i
+  /// + zero_point_r) for the columns [begin, end) of a step, in the rotated domain; weights: [rows][weight_stride];
+  /// sums: [parts][sum_stride]. Rows of probability 0 are left alone. Integer sums are exact: 256 * 16383 * 127 < 2^31.
   template <class Codes>
   static void accumulate(std::span<const CodedPart> parts, const Codes& codes, std::size_t begin, std::size_t end,
                          std::size_t rows, const std::int16_t* weights, std::size_t weight_stride,

@@ -353,12 +353,11 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     const std::size_t dim = part.dim, groups = dim / 16, stride = groups * kBytes;
     const std::uint8_t* fragment = part.fragments + tile * stride;
     const std::uint8_t* behind = moved(fragment, s.distance);  // line by line
-    const std::uint8_t* history = fragment + stride - 16;  // a tile is closed
+    const std::uint8_t* history = fragment + stride - 16;      // a tile is closed
     for (std::size_t group = 0; group < groups; ++group) {
       __m512i levels[kTiles][4];
-      repeat<kTiles>([&](auto t) {
-        reader.read(fragment + t.value * stride, history + t.value * stride, levels[t.value]);
-      });
+      repeat<kTiles>(
+          [&](auto t) { reader.read(fragment + t.value * stride, history + t.value * stride, levels[t.value]); });
       fetch_bytes<kTiles * kBytes>(behind);
       repeat<4 * kRows>([&](auto at) {
         constexpr std::size_t kSlot = decltype(at)::value / kRows, kRow = decltype(at)::value % kRows;
@@ -463,9 +462,12 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
       const std::int16_t* from = weights + r * stride;
       __m512i sum = _mm512_setzero_si512();
       for (std::size_t c = begin; c < end; c += 32) {
-        // Behind the last tile there is room in the planes.
-        const __mmask32 seen = end - c >= 32 ? 0xffffffffu : 0xffffu;
-        const __m512i w = _mm512_maskz_loadu_epi16(seen, from + c);
+        // In halves, as they were stored: a longer load would wait until both stores are done. Behind the last tile
+        // there is room in the planes.
+        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + c));
+        __m512i w = _mm512_zextsi256_si512(half);
+        if (end - c >= 32)
+          w = _mm512_inserti64x4(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + c + 16)), 1);
         sum = _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi16(-128));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][0] + c),
                             _mm512_cvtepi16_epi8(_mm512_srli_epi16(w, 7)));
