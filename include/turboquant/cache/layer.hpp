@@ -83,6 +83,12 @@ struct Layer {
     return reinterpret_cast<const std::uint8_t*>(page_memory + page.head_offset(head) + at);
   }
 
+  // Fetches the centre of a part of a page, and its scale.
+  void fetch_center(const std::byte* page_memory, Side side, std::size_t head) const {
+    const std::uint8_t* center = part_ahead(page_memory, side, head);
+    for (std::size_t at = 0; at < dim(side) * shape.center_bits / 8; at += 64) kernels::fetch_line(center + at);
+  }
+
   bool zero_points(Side side) const { return side == Side::value && page_shape.value.zero_points; }
 
   // Work space of encode, in bytes: rows in float, then what the codec needs.
