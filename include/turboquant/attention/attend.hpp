@@ -88,8 +88,8 @@ inline void score_all(const AttentionJob& job, RowBlock& block, std::size_t kv_h
     layer.find_part(entry.memory, Side::key, kv_head, part);
     part.next = layer.part_ahead(e + 1 < end_entry ? view.entry(e + 1).memory : nullptr, Side::key, kv_head);
     // Kernels multiply the centres of all pages that they are given at once, long before they come to the last one.
-    const std::size_t far = e + kMostPages;
-    if (far < end_entry) layer.fetch_center(view.entry(far).memory, Side::key, kv_head);
+    const std::size_t later = e + kMostPages;
+    if (later < end_entry) layer.fetch_center(view.entry(later).memory, Side::key, kv_head);
     if (whole) {
       if (held == 0) held_begin = entry.begin;
       if (++held == kMostPages) score_held();
