@@ -299,7 +299,8 @@ TYPED_TEST(PerSet, StepsAreAccumulatedByTheFormula) {
   }
 }
 
-// Rounded products are not fused with what rounds them: one step more or less of a query moves a logit by 2e-4.
+// Queries are rounded to their planes. Rounded products are not fused with what rounds them: one step more or less of a
+// query moves a logit by 2e-4.
 // (As the container calls them: whether a compiler fuses differs from unit to unit.)
 TYPED_TEST(PerSet, QueriesHaveThePortableBits) {
   const detail::Operations* portable = tests::find_operations(TQ8::id, Isa::portable);
@@ -330,6 +331,12 @@ TYPED_TEST(PerSet, QueriesHaveThePortableBits) {
         found->prepare_query(view, queries.row(t), b.block, 0);
         EXPECT_EQ(a.floats, b.floats) << dim << " query " << t;
         EXPECT_EQ(a.levels, b.levels) << dim << " query " << t;
+        // Half a step, and what rounding adds to it.
+        const float step = *b.block.step;
+        for (std::size_t i = 0; i < dim; ++i) {
+          const int level = planes == 1 ? b.levels[i] : b.levels[i] * 128 + b.levels[dim + i];
+          EXPECT_NEAR(step * static_cast<float>(level), b.block.rotated[i], 0.51F * step) << dim << " query " << t;
+        }
       }
     }
   }
