@@ -308,7 +308,11 @@ TYPED_TEST(PerSet, QueriesHaveThePortableBits) {
   for (const std::size_t dim : {32U, 80U, 128U, 1024U}) {
     const Rotation rotation(dim, dim);
     const kernels::RotationView view = detail::view_of(rotation);
-    const Block queries = gaussian_block(dim, 100, 1, dim, 5);
+    Block queries = gaussian_block(dim, 100, 1, dim, 5);
+    // Among them subnormal, huge and zero ones, whose scaling by powers of two must not show.
+    for (std::size_t i = 0; i < dim; ++i) {
+      queries.row(0)[i] *= 1e-41F, queries.row(1)[i] *= 1e-38F, queries.row(2)[i] *= 1e35F, queries.row(3)[i] = 0;
+    }
     for (const unsigned planes : {1U, 2U}) {
       struct Prepared {
         explicit Prepared(std::size_t dim, unsigned planes) : floats(2 * dim + 2), levels(2 * dim) {
