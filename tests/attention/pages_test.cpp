@@ -1,7 +1,9 @@
 // Pages without the container: the same bytes and the same numbers as a cache, from memory that the caller owns.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <vector>
@@ -13,7 +15,6 @@ namespace {
 
 using namespace tests;
 using turboquant::AttentionParams;
-using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::LayerShape;
@@ -22,6 +23,7 @@ using turboquant::PageItem;
 using turboquant::PageSpan;
 using turboquant::SequenceId;
 using turboquant::Status;
+using turboquant::detail::CacheAccess;
 
 /// Memory that an engine would cut its blocks from.
 class Blocks {
@@ -170,6 +172,27 @@ TEST(Pages, PartsOfPagesInAnyOrder) {
   for (std::size_t i = 0; i < forward.out.numbers.size(); ++i)
     EXPECT_NEAR(forward.out.numbers[i], backward.out.numbers[i], 1e-3F);
   EXPECT_NEAR(forward.lse[0], backward.lse[0], 1e-5F);
+}
+
+// A plan holds nothing: run again it reads the queries as they are then. The context is split into several tasks.
+TEST(Pages, APlanRunsAgainWithOtherQueries) {
+  constexpr std::size_t kTokens = 2304;
+  const PageCodec<turboquant::TQ4> codec({.kv_heads = 1, .head_dim = 32});
+  const Block keys = gaussian_block(1, kTokens, 1, 32), values = gaussian_block(2, kTokens, 1, 32);
+  Blocks blocks(codec.page_bytes());
+  const std::vector<PageSpan> spans = encode_all(codec, blocks, keys, values, kTokens);
+  Block queries = gaussian_block(3, 1, 2, 32), out(1, 2, 32, kNaN);
+  PageItem item;
+  item.pages = spans;
+  item.queries = queries.rows();
+  item.out = out.rows();
+  turboquant::AttentionPlan plan;
+  ASSERT_OK(turboquant::plan_pages(codec, std::span<const PageItem>(&item, 1), {}, plan));
+  for (const std::uint64_t seed : {3U, 4U, 5U}) {
+    std::ranges::copy(gaussian_block(seed, 1, 2, 32).numbers, queries.row(0));
+    EXPECT_TRUE(run_plan(plan, 1));
+    EXPECT_TRUE(same_bits(out, attend_pages_once(codec, spans, {}, {}, queries).out)) << seed;
+  }
 }
 
 TEST(Pages, ReadBackWhatTheyHold) {

@@ -96,7 +96,7 @@ template <class AttendStep>
 void expect_serial_results(const AttendStep& attend_step) {
   KVCache<turboquant::TQ4> serial_cache(two_layers()), other_cache(two_layers());
   Step serial(serial_cache), other(other_cache);
-  for (const std::size_t count : {1U, 40U, 1U, 5U})
+  for (const std::size_t count : {1U, 40U, 1U, 5U, 1U, 1U, 1U, 1U, 1U, 1U})
     for (std::size_t layer = 0; layer < 2; ++layer) {
       AttentionParams params;
       params.softcap = layer == 0 ? 0.0F : 5.0F;
@@ -134,6 +134,17 @@ TEST(Executor, MayRunTasksBackwards) {
       [](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
         ASSERT_OK(turboquant::attend(cache, layer, items, params, [](std::size_t tasks, auto&& body) {
           while (tasks-- > 0) body(tasks);
+        }));
+      });
+}
+
+// What a task leaves in its slot, the next one must not take for its own: here tasks that attend take turns with tasks
+// that code.
+TEST(Executor, MayRunTasksFromBothEnds) {
+  expect_serial_results(
+      [](auto& cache, std::size_t layer, std::span<const BatchItem> items, const AttentionParams& params) {
+        ASSERT_OK(turboquant::attend(cache, layer, items, params, [](std::size_t tasks, auto&& body) {
+          for (std::size_t i = 0; i < tasks; ++i) body(i % 2 == 0 ? i / 2 : tasks - 1 - i / 2);
         }));
       });
 }

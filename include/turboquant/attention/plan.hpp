@@ -74,9 +74,17 @@ struct PlanState {
   // Sequences are marked, appends are pending.
   std::atomic<bool> armed{false};
   std::size_t encode_tasks = 0, ahead_tasks = 0, store_tasks = 0, attend_tasks = 0, merge_tasks = 0, commit_tasks = 0;
-  std::size_t split_entries = 1, rows_per_block = 1, tree_levels = 1, slot_bytes = 0, slot_count = 0,
-              workspace_bytes = 0;
+  std::size_t split_entries = 1, rows_per_block = 1, tree_levels = 1;
+  std::size_t slots_begin = 0, slot_bytes = 0, slot_count = 0, workspace_bytes = 0;  // partial results, then slots
   mutable Slots slots;
+  // Whose rows a slot holds, ready to be used again: those of the merge task of this number in this run. A run ends
+  // with the first merge task; plans over pages have several.
+  struct Rows {
+    std::size_t run = 0, merge_task = 0;
+    bool operator==(const Rows&) const = default;
+  };
+  mutable Rows rows[Slots::kMost];
+  mutable std::atomic<std::size_t> runs{1};
 
   ~PlanState() { drop(); }
 
@@ -296,9 +304,10 @@ class AttentionPlan {
     const std::size_t until = page + 1 == planned.listed ? planned.work_after : layer.page_work();
     const std::size_t first = planned.state->coded_end() + page * layer.page_shape.tokens;
     const std::size_t slot = state.slots.claim();
+    state.rows[slot] = {};
     layer.encode(
         state.pages[planned.first_page + page]->memory, unit, layer.page_shape.tokens, layer.parts_begun(unit, from),
-        layer.parts_begun(unit, until), workspace + slot * state.slot_bytes,
+        layer.parts_begun(unit, until), workspace + state.slots_begin + slot * state.slot_bytes,
         [&](std::size_t t, bfloat16* out) { view.raw_row(detail::Layer::side_of(unit), unit / 2, first + t, out); });
     state.slots.release(slot);
   }
@@ -320,11 +329,17 @@ class AttentionPlan {
     const detail::AttentionJob job = job_of(state, planned);
     const detail::Layer& layer = *state.layer;
     const std::size_t slot = state.slots.claim();
-    detail::Carver carver(workspace + slot * state.slot_bytes);
+    detail::Carver carver(workspace + state.slots_begin + slot * state.slot_bytes);
     detail::RowBlock block = detail::RowBlock::carve(layer, state.rows_per_block, state.tree_levels, carver);
     if (planned.parts > 1) {
       const std::size_t pieces = planned.parts + 1, head = index / pieces, piece = index % pieces;
-      job.prepare(block, head, 0, planned.item.queries.tokens, piece == planned.parts);
+      const State::Rows rows{state.runs.load(std::memory_order_relaxed), planned.merge_task + head};
+      if (state.rows[slot] == rows) {
+        job.take_rows(block, 0, planned.item.queries.tokens);
+      } else {
+        const bool ready = job.prepare(block, head, 0, planned.item.queries.tokens, piece == planned.parts);
+        state.rows[slot] = ready ? rows : State::Rows{};
+      }
       const detail::Partial to = partial(planned, head, piece, workspace);
       if (piece == planned.parts) {
         job.attend_raw(block, head, to);
@@ -338,6 +353,7 @@ class AttentionPlan {
         std::copy_n(result.acc, block.rows * layer.shape.value_dim, to.acc);
       }
     } else {
+      state.rows[slot] = {};
       const std::size_t blocks = block_count(planned), head = index / blocks;
       const std::size_t begin = index % blocks * planned.queries_per_block;
       job.attend_block(block, head, begin, (std::min)(begin + planned.queries_per_block, planned.item.queries.tokens),
@@ -349,6 +365,7 @@ class AttentionPlan {
   // Task: one KV head of one item in parts.
   void run_merge(std::size_t task, std::byte* workspace) const noexcept {
     const State& state = *state_;
+    state.runs.fetch_add(1, std::memory_order_relaxed);
     const PlannedItem& planned = item_of(task, &PlannedItem::merge_task);
     const std::size_t head = task - planned.merge_task, rows = planned.item.queries.tokens * planned.group;
     const detail::AttentionJob job = job_of(state, planned);

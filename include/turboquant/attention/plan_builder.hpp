@@ -16,6 +16,13 @@ namespace turboquant::detail {
 
 // Builds plans; for the functions of attention/attend.hpp and pages.hpp.
 struct PlanAccess {
+  // Bytes that `run` needs if no more than `slots` tasks run at once.
+  static std::size_t workspace_bytes(const AttentionPlan& plan, std::size_t slots) noexcept {
+    if (!plan.state_) return 0;
+    const State& state = *plan.state_;
+    return state.slots_begin + state.slot_bytes * (std::min)(slots, state.slot_count);
+  }
+
   static Status plan(CacheCore& core, std::size_t layer_index, std::span<const BatchItem> batch,
                      const AttentionParams& params, AttentionPlan& plan) noexcept {
     if (layer_index >= core.layer_count()) {
@@ -367,8 +374,9 @@ struct PlanAccess {
         kCacheLine);
     state.slot_count = (std::min)((std::max)(state.attend_tasks + state.ahead_tasks, state.encode_tasks), Slots::kMost);
     state.slots.reset(state.slot_count);
-    for (Item& planned : state.items) planned.partials += state.slot_bytes * state.slot_count;
-    state.workspace_bytes = state.slot_bytes * state.slot_count + partial_bytes;
+    state.runs.fetch_add(1, std::memory_order_relaxed);
+    state.slots_begin = partial_bytes;
+    state.workspace_bytes = partial_bytes + state.slot_bytes * state.slot_count;
     return {};
   }
 

@@ -32,8 +32,8 @@ class Slots {
   }
 
   void release(std::size_t slot) noexcept {
-    free_.fetch_or(std::uint64_t{1} << slot, std::memory_order_release);
-    free_.notify_one();
+    // Who sleeps has seen none free.
+    if (free_.fetch_or(std::uint64_t{1} << slot, std::memory_order_release) == 0) free_.notify_all();
   }
 
  private:
