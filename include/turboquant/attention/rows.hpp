@@ -203,11 +203,16 @@ struct AttentionJob {
     return static_cast<std::ptrdiff_t>(view.tree_begin) + std::popcount(item->tree[query]) - 1;
   }
 
-  // Rows of the queries [begin, end), all heads of the group of `kv_head`; the block has room for them. Queries that
-  // meet no keys, because only raw rows are asked for and none is seen, are left as they are.
-  void prepare(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, bool raw_only = false) const {
+  // Makes the block that of the queries [begin, end), for which it has room.
+  void take_rows(RowBlock& b, std::size_t begin, std::size_t end) const {
     b.rows = b.query.rows = (end - begin) * group;
     b.query_begin = begin;
+  }
+
+  // Rows of the queries [begin, end), all heads of the group of `kv_head`. False: only raw rows were asked for, the
+  // queries see none, and have been left as they were.
+  bool prepare(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, bool raw_only = false) const {
+    take_rows(b, begin, end);
     bool needed = !raw_only;
     for (std::size_t r = 0; r < b.rows; ++r) {
       b.positions[r] = position_of(begin + r / group);
@@ -221,6 +226,7 @@ struct AttentionJob {
       b.factor[r] = (std::min)(b.query.unit[r] * scale, (std::numeric_limits<float>::max)());
       if (b.factor[r] < 0) b.factor[r] = (std::max)(b.factor[r], (std::numeric_limits<float>::lowest)());
     }
+    return needed;
   }
 
   // logits [low, high) of row r, whose column t is the key at position `origin` + t: soft cap and ALiBi.
@@ -369,7 +375,7 @@ struct AttentionJob {
   // The block's whole result: coded splits, then the raw part, then written out.
   void attend_block(RowBlock& b, std::size_t kv_head, std::size_t query_begin, std::size_t query_end,
                     std::size_t split_entries) const {
-    prepare(b, kv_head, query_begin, query_end);
+    (void)prepare(b, kv_head, query_begin, query_end);
     const std::size_t end = (view.end_entry() + split_entries - 1) / split_entries;
     const Partial coded = attend_splits(b, kv_head, view.first_entry() / split_entries, end, 0, split_entries);
     attend_raw(b, kv_head, b.raw);
@@ -440,6 +446,9 @@ struct AttentionJob {
       float* logits = b.logits + row_begin * RowBlock::kChunk;
       for_each_tile(from, until, chunk, [&](std::size_t begin, std::size_t count) {
         const bfloat16* keys = view.raw_rows(Side::key, kv_head, begin, count, b.staging);
+        view.fetch_rows(Side::value, kv_head, begin, count);
+        const std::size_t next = begin + count;
+        if (next < until) view.fetch_rows(Side::key, kv_head, next, (std::min)(until - next, layout::kTileTokens));
         layer.operations->score_raw(keys, count, b.query, row_begin, row_end, b.factor, logits + (begin - chunk),
                                     RowBlock::kChunk);
       });

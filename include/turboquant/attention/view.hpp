@@ -83,6 +83,15 @@ struct SequenceView {
     return staging;
   }
 
+  // Fetches what raw_rows would find in place, as far as it lies in one tile.
+  void fetch_rows(Side side, std::size_t head, std::size_t begin, std::size_t count) const {
+    const std::size_t held = (std::min)(before, tree_begin);
+    if (begin >= held) return;
+    const std::size_t rows = (std::min)({count, held - begin, 16 - offset_of(begin) % 16});
+    const auto* bytes = reinterpret_cast<const std::byte*>(held_row(side, head, begin));
+    for (std::size_t at = 0; at < rows * layer->dim(side) * sizeof(bfloat16); at += 64) kernels::fetch_line(bytes + at);
+  }
+
  private:
   // The number of the path's token at depth `depth`. Requires that the path is so long.
   std::size_t on_path(std::size_t depth) const {
@@ -91,12 +100,15 @@ struct SequenceView {
     return static_cast<std::size_t>(std::countr_zero(rest));
   }
   std::size_t tile_of(std::size_t position) const {
-    return position < first_tokens ? position / 16 : npos / 2 + (position - state->tail_begin) / 16;
+    return (position < first_tokens ? 0 : npos / 2) + offset_of(position) / 16;
+  }
+  // Of a position among the tiles that hold it: those of the first tokens, or the tail's.
+  std::size_t offset_of(std::size_t position) const {
+    return position < first_tokens ? position : position - state->tail_begin;
   }
   const bfloat16* held_row(Side side, std::size_t head, std::size_t position) const {
-    const bool first = position < first_tokens;
-    const Array<Block*>& from = first ? state->first_tiles : state->tail;
-    const std::size_t offset = first ? position : position - state->tail_begin;
+    const Array<Block*>& from = position < first_tokens ? state->first_tiles : state->tail;
+    const std::size_t offset = offset_of(position);
     return layer->tile_row(from[offset / 16], side, head, offset % 16);
   }
 };
