@@ -37,9 +37,9 @@ namespace turboquant::kernels {
 
 /// The kernels of portable.hpp for AVX-512: the same bytes where bytes are written. See PortableKernels.
 ///
-/// An unpacked slot is 64 levels, one operand of vpdpbusd, which multiplies unsigned by signed bytes. For keys levels +
-/// 128 are the unsigned ones, and sums begin at -128 times the sum of the query; for values the weights are, in two
-/// planes of seven bits. Enough sums are kept side by side to cover the latency of four cycles: eight or sixteen.
+/// An unpacked slot is 64 levels + 128, the unsigned operand of vpdpbusd, which multiplies unsigned by signed bytes.
+/// The signed ones are a query's numbers or weights, in two planes of seven bits, and sums begin at -128 times their
+/// sum. Enough sums are kept side by side to cover the latency of four cycles: eight or sixteen.
 template <class Unit>
 struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   static constexpr const char* name = "avx512";
@@ -61,13 +61,16 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
 
   static void score_raw(const bfloat16* keys, std::size_t count, const QueryBlock& block, std::size_t row_begin,
                         std::size_t row_end, const float* factor, float* logits, std::size_t stride) {
-    alignas(64) float key[kMaxRow];
-    for (std::size_t t = 0; t < count; ++t) {
-      for (std::size_t i = 0; i < block.dim; i += 16) _mm512_store_ps(key + i, widen16(keys + t * block.dim + i));
-      for (std::size_t r = row_begin; r < row_end; ++r) {
-        logits[(r - row_begin) * stride + t] =
-            Base::saturate(dot(block.normal + r * block.dim, key, block.dim) * factor[r]);
-      }
+    for (std::size_t first = row_begin; first < row_end;) {
+      std::size_t set = 8;
+      while (set > row_end - first) set /= 2;
+      const float* queries = block.normal + first * block.dim;
+      float* to = logits + (first - row_begin) * stride;
+      if (set == 8) score_raw_rows<8>(keys, count, block.dim, queries, factor + first, to, stride);
+      if (set == 4) score_raw_rows<4>(keys, count, block.dim, queries, factor + first, to, stride);
+      if (set == 2) score_raw_rows<2>(keys, count, block.dim, queries, factor + first, to, stride);
+      if (set == 1) score_raw_rows<1>(keys, count, block.dim, queries, factor + first, to, stride);
+      first += set;
     }
   }
 
@@ -128,12 +131,11 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
 
  private:
   using Base = PortableKernels<Unit>;
-  using Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load512;
+  using Avx512Loads<Unit>::load32, Avx512Loads<Unit>::load128, Avx512Loads<Unit>::load256, Avx512Loads<Unit>::load512;
   using Avx512Encoders<Unit>::settled;
   using Base::kMaxPage;
-  using Base::kMaxRow;
   using Tools = Avx512Tools<Unit>;
-  using Tools::dot, Tools::integer_trees, Tools::trees, Tools::widen16;
+  using Tools::integer_trees, Tools::trees, Tools::widen16;
 
   template <std::size_t N, class Visit>
   [[gnu::always_inline]] static void repeat(Visit visit) {
@@ -146,8 +148,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     if constexpr (kBits == 8) {
       return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(part.center + i)));
     } else {
-      const __m256i levels = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(part.center + 2 * i));
-      return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(levels));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(load256(part.center + 2 * i)));
     }
   }
   static __m512 any_center16(const CodedPart& part, std::size_t i) {
@@ -157,24 +158,72 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     return _mm512_setzero_ps();
   }
 
+  // Eight products at once, of kRows queries with some keys.
   template <std::size_t kRows>
-  [[gnu::flatten]] static void accumulate_raw_rows(const bfloat16* values, std::size_t count, std::size_t dim,
-                                                   const float* p, std::size_t p_stride, float* out,
-                                                   std::size_t out_stride) {
-    for (std::size_t i = 0; i < dim; i += 16) {
-      __m512 sums[kRows];
-      repeat<kRows>([&](auto r) { sums[r.value] = _mm512_loadu_ps(out + r.value * out_stride + i); });
-      for (std::size_t t = 0; t < count; ++t) {
-        const __m512 value = widen16(values + t * dim + i);
+  [[gnu::flatten]] static void score_raw_rows(const bfloat16* keys, std::size_t count, std::size_t dim,
+                                              const float* queries, const float* factor, float* logits,
+                                              std::size_t stride) {
+    constexpr std::size_t kKeys = 8 / kRows;
+    for (std::size_t t = 0; t < count; t += kKeys) {
+      const bfloat16* from[kKeys];
+      repeat<kKeys>([&](auto k) { from[k.value] = keys + (std::min)(t + k.value, count - 1) * dim; });
+      __m512 sums[8];
+      repeat<8>([&](auto at) { sums[at.value] = _mm512_setzero_ps(); });
+      for (std::size_t i = 0; i < dim; i += 16) {
+        __m512 key[kKeys];
+        repeat<kKeys>([&](auto k) { key[k.value] = widen16(from[k.value] + i); });
         repeat<kRows>([&](auto r) {
-          const __m512 weight = _mm512_set1_ps(p[r.value * p_stride + t]);
-          // What weighs nothing need not be finite.
-          const __mmask16 counts = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_GT_OQ);
-          sums[r.value] = _mm512_mask3_fmadd_ps(weight, value, sums[r.value], counts);
+          const __m512 query = _mm512_loadu_ps(queries + r.value * dim + i);
+          repeat<kKeys>([&](auto k) {
+            __m512& sum = sums[r.value * kKeys + k.value];
+            sum = _mm512_fmadd_ps(query, key[k.value], sum);
+          });
         });
       }
-      repeat<kRows>([&](auto r) { _mm512_storeu_ps(out + r.value * out_stride + i, sums[r.value]); });
+      alignas(64) float products[16];
+      _mm512_store_ps(products, trees(sums));
+      for (std::size_t at = 0; at < 8; ++at) {
+        const std::size_t row = at / kKeys, key = at % kKeys;
+        if (t + key < count) logits[row * stride + t + key] = Base::saturate(products[at] * factor[row]);
+      }
     }
+  }
+
+  template <std::size_t kRows>
+  static void accumulate_raw_rows(const bfloat16* values, std::size_t count, std::size_t dim, const float* p,
+                                  std::size_t p_stride, float* out, std::size_t out_stride) {
+    constexpr std::size_t kGroups = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;
+    std::size_t i = 0;
+    for (; i + 16 * kGroups <= dim; i += 16 * kGroups)
+      accumulate_raw_groups<kRows, kGroups>(values + i, count, dim, p, p_stride, out + i, out_stride);
+    for (; i < dim; i += 16) accumulate_raw_groups<kRows, 1>(values + i, count, dim, p, p_stride, out + i, out_stride);
+  }
+  template <std::size_t kRows, std::size_t kGroups>
+  [[gnu::flatten]] static void accumulate_raw_groups(const bfloat16* values, std::size_t count, std::size_t dim,
+                                                     const float* p, std::size_t p_stride, float* out,
+                                                     std::size_t out_stride) {
+    __m512 sums[kRows][kGroups];
+    repeat<kRows * kGroups>([&](auto at) {
+      constexpr std::size_t kRow = decltype(at)::value / kGroups, kGroup = decltype(at)::value % kGroups;
+      sums[kRow][kGroup] = _mm512_loadu_ps(out + kRow * out_stride + kGroup * 16);
+    });
+    for (std::size_t t = 0; t < count; ++t) {
+      __m512 value[kGroups];
+      repeat<kGroups>([&](auto g) { value[g.value] = widen16(values + t * dim + g.value * 16); });
+      repeat<kRows>([&](auto r) {
+        const __m512 weight = _mm512_set1_ps(p[r.value * p_stride + t]);
+        // What weighs nothing need not be finite.
+        const __mmask16 counts = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_GT_OQ);
+        repeat<kGroups>([&](auto g) {
+          __m512& sum = sums[r.value][g.value];
+          sum = _mm512_mask3_fmadd_ps(weight, value[g.value], sum, counts);
+        });
+      });
+    }
+    repeat<kRows * kGroups>([&](auto at) {
+      constexpr std::size_t kRow = decltype(at)::value / kGroups, kGroup = decltype(at)::value % kGroups;
+      _mm512_storeu_ps(out + kRow * out_stride + kGroup * 16, sums[kRow][kGroup]);
+    });
   }
 
   template <std::size_t kBytes>
@@ -458,21 +507,26 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   [[gnu::flatten]] static void split_weights(std::size_t begin, std::size_t end, const std::int16_t* weights,
                                              std::size_t stride, Accumulation& a) {
     __m512i sums[kRows];
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), low = _mm512_set1_epi16(127);
+    const __m512i minus = _mm512_set1_epi16(-128);
     for (std::size_t r = 0; r < kRows; ++r) {
       const std::int16_t* from = weights + r * stride;
       __m512i sum = _mm512_setzero_si512();
-      for (std::size_t c = begin; c < end; c += 32) {
-        // In halves, as they were stored: a longer load would wait until both stores are done. Behind the last tile
-        // there is room in the planes.
-        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + c));
-        __m512i w = _mm512_zextsi256_si512(half);
-        if (end - c >= 32)
-          w = _mm512_inserti64x4(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + c + 16)), 1);
-        sum = _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi16(-128));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][0] + c),
-                            _mm512_cvtepi16_epi8(_mm512_srli_epi16(w, 7)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.planes[r][1] + c),
-                            _mm512_cvtepi16_epi8(_mm512_and_si512(w, _mm512_set1_epi16(127))));
+      // In pieces as they were stored: other loads would wait until the stores are done. Behind the last tile there is
+      // room in the planes.
+      for (std::size_t c = begin; c < end; c += 64) {
+        const __m512i x = end - c == 16 ? _mm512_zextsi256_si512(load256(from + c)) : load512(from + c);
+        __m512i y = _mm512_setzero_si512();
+        if (end - c >= 64) {
+          y = load512(from + c + 32);
+        } else if (end - c == 48) {
+          y = _mm512_zextsi256_si512(load256(from + c + 32));
+        }
+        sum = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, x, minus), y, minus);
+        const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(x, 7), _mm512_srli_epi16(y, 7));
+        const __m512i rest = _mm512_packus_epi16(_mm512_and_si512(x, low), _mm512_and_si512(y, low));
+        _mm512_storeu_si512(a.planes[r][0] + c, _mm512_permutexvar_epi64(order, high));
+        _mm512_storeu_si512(a.planes[r][1] + c, _mm512_permutexvar_epi64(order, rest));
       }
       sums[r] = sum;
     }

@@ -32,6 +32,7 @@ template <class Unit>
 struct Avx512Loads {
   static __m512i load512(const void* from) { return _mm512_loadu_si512(from); }
   static __m128i load128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+  static __m256i load256(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
   // In a register: g++ would load again for every use.
   [[gnu::always_inline]] static __m512i held(__m512i x) {
     __asm__("" : "+v"(x));

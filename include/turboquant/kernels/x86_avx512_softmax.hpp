@@ -66,12 +66,6 @@ struct Avx512Tools : Avx512Loads<Unit> {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
-  static float dot(const float* a, const float* b, std::size_t dim) {
-    __m512 sums = _mm512_setzero_ps();
-    for (std::size_t i = 0; i < dim; i += 16)
-      sums = _mm512_fmadd_ps(_mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i), sums);
-    return tree(sums);
-  }
 
   // No lambdas: g++ gives those that return vectors the unit's own ways of doing so.
   struct Plus {
@@ -116,22 +110,19 @@ struct Avx512Tools : Avx512Loads<Unit> {
     return _mm512_castsi512_si256(_mm512_castps_si512(join_rows(bits, IntegerPlus())));
   }
 
-  // PortableKernels::exp_negative, sixteen at a time. The factor of a power of two is exact here as there.
+  // exp(x) of x <= 0, sixteen at a time, as 2^t: of the fraction of t by a polynomial that is exact at 0. Off by less
+  // than 2e-7 of the result, and by 6e-8 |x| of it more as t is rounded. Zero below -87, as
+  // PortableKernels::exp_negative.
   static __m512 exp_negative16(__m512 x) {
-    const __m512 bottom = _mm512_set1_ps(-87.0f);
-    const __m512 clamped = _mm512_max_ps(bottom, x);
-    const __m512 n =
-        _mm512_roundscale_ps(_mm512_fmadd_ps(clamped, _mm512_set1_ps(1.44269504f), _mm512_set1_ps(-0.5f)), 0x0b);
-    const __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f),
-                                      _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped));
-    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.3981999507e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(8.3334519073e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(4.1665795894e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.6666665459e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.0000001201e-1f));
-    y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(y, f), f, f), _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, bottom, _CMP_GE_OQ), y, n);
+    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    const __m512 f = _mm512_reduce_ps(t, 0x09);  // t less its floor
+    __m512 y = _mm512_set1_ps(1.86713005e-3f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.01703071e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.57999127e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40164444e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93151295e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ), y, t);
   }
 };
 
@@ -186,10 +177,7 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     for (std::size_t k = 0; k < parts.size(); ++k) {
       sums[k * sum_stride].coefficient = _mm512_cvtss_f32(units.coefficient);
     }
-    for (std::size_t c = begin; c < end; c += 16) {
-      const __m512i w = whole(_mm512_load_ps(products + c), units.down, units.by);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + c), _mm512_cvtepi32_epi16(w));
-    }
+    write_weights(products, begin, end, units.down, units.by, weights);
   }
 
   static void soften_rows(std::span<const CodedPart> parts, std::size_t begin, std::size_t end, std::size_t rows,
@@ -254,8 +242,21 @@ struct Avx512Softmax : Avx512Tools<Unit> {
                                _mm512_mul_ps(largest, down));
     }
   };
-  static __m512i whole(__m512 product, __m512 down, __m512 by) {
-    return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(product, down), by));
+  [[gnu::always_inline]] static void write_weights(const float* products, std::size_t begin, std::size_t end,
+                                                   __m512 down, __m512 by, std::int16_t* weights) {
+    const auto whole = [&](std::size_t c, __m512i& w) {
+      w = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(products + c), down), by));
+    };
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    __m512i a, b;
+    std::size_t c = begin;
+    for (; c + 32 <= end; c += 32) {
+      whole(c, a), whole(c + 16, b);
+      _mm512_storeu_si512(weights + c, _mm512_permutexvar_epi64(order, _mm512_packs_epi32(a, b)));
+    }
+    if (c == end) return;
+    whole(c, a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + c), _mm512_cvtepi32_epi16(a));
   }
 
   static constexpr std::size_t kSet = 8;  // numbers that are computed at once, one to a lane
@@ -308,8 +309,8 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     const __m512 largest = _mm512_mask_max_ps(of_step, known, of_step, old_largest);
     const __m512 factor = _mm512_maskz_mov_ps(known, exp_negative16(_mm512_sub_ps(old_largest, largest)));
     _mm512_store_ps(tops, largest);
-    for (std::size_t r = 0; r < kSet; ++r) v.largest[r] = v.totals[r] = _mm512_setzero_ps();
-    for (std::size_t first = 0; first < rows * s.parts; first += kSet) soften_pairs<kZeroPoints>(s, first, tops, v);
+    repeat<kSet>([&](auto r) { v.largest[r.value] = v.totals[r.value] = _mm512_setzero_ps(); });
+    soften_pairs<kZeroPoints>(s, tops, v);
     const Units units(join_rows(v.largest, larger));
     _mm512_store_ps(coefficients, units.coefficient);
     _mm512_store_ps(downs, units.down);
@@ -317,12 +318,9 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     for (std::size_t r = 0; r < rows; ++r) {
       const float* row = s.logits + r * stride;
       std::int16_t* to = s.weights + r * stride;
-      const __m512 down = _mm512_set1_ps(downs[r]), by = _mm512_set1_ps(bys[r]);
-      for_tiles(begin, end, [&](std::size_t c) {
-        const __m512i w = whole(_mm512_loadu_ps(row + c), down, by);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + c), _mm512_cvtepi32_epi16(w));
-      });
-      for (std::size_t k = 0; k < s.parts; ++k) s.sums[k * s.sum_stride + r].coefficient = coefficients[r];
+      write_weights(row, begin, end, _mm512_set1_ps(downs[r]), _mm512_set1_ps(bys[r]), to);
+      WeightSums* to_sums = s.sums + r;
+      for (std::size_t k = 0; k < s.parts; ++k, to_sums += s.sum_stride) alone(to_sums)->coefficient = coefficients[r];
     }
     const __m512 sum = _mm512_fmadd_ps(old_sum, factor, trees(v.totals));
     const __m512i pairs = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -338,42 +336,56 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     }
   }
 
-  // Eight pairs of a row and a part from number `first` on, parts of a row in order: logits become probabilities times
-  // scales.
+  // Logits of all rows become probabilities times scales. Sums over parts are joined for eight pairs of a row and a
+  // part at once.
   template <bool kZeroPoints>
-  static void soften_pairs(const Softening& s, std::size_t first, const float* tops, RowVectors& v) {
-    WeightSums* sums[kSet];
-    alignas(64) float probabilities[16], zeros[16];
-    __m512 totals[kSet], zero[kSet];
-    const std::size_t count = (std::min)(kSet, s.rows * s.parts - first);
-    std::size_t r = first / s.parts, part = first % s.parts;
-    for (std::size_t n = 0; n < kSet; ++n) {
-      __m512 total = _mm512_setzero_ps(), z = total;
-      if (n < count) {
-        float* row = s.logits + r * s.stride;
-        const __m512 top = _mm512_set1_ps(-tops[r]);
-        __m512 row_total = v.totals[r], most = v.largest[r];
-        const std::size_t from = part == 0 ? s.begin : part * s.tokens;
-        for_tiles(from, (std::min)(s.end, (part + 1) * s.tokens), [&](std::size_t c) {
-          const __m512 p = exp_negative16(_mm512_add_ps(top, _mm512_loadu_ps(row + c)));
+  static void soften_pairs(const Softening& s, const float* tops, RowVectors& v) {
+    Pairs pairs;
+    repeat<kSet>([&](auto n) { pairs.totals[n.value] = pairs.zeros[n.value] = _mm512_setzero_ps(); });
+    std::size_t held = 0;
+    for (std::size_t r = 0; r < s.rows; ++r) {
+      float* row = s.logits + r * s.stride;
+      const __m512 top = _mm512_set1_ps(tops[r]);
+      __m512 row_total = _mm512_setzero_ps(), most = row_total;
+      for (std::size_t k = 0; k < s.parts; ++k) {
+        __m512 total = _mm512_setzero_ps(), zero = total;
+        const std::size_t from = k == 0 ? s.begin : k * s.tokens;
+        for_tiles(from, (std::min)(s.end, (k + 1) * s.tokens), [&](std::size_t c) {
+          const __m512 p = exp_negative16(_mm512_sub_ps(_mm512_loadu_ps(row + c), top));
           const __m512 product = _mm512_mul_ps(p, _mm512_load_ps(s.widened + c));
           total = _mm512_add_ps(total, p);
           row_total = _mm512_add_ps(row_total, p);
           most = _mm512_max_ps(most, product);
           if constexpr (kZeroPoints) {
-            z = _mm512_fmadd_ps(p, _mm512_load_ps(s.widened + layout::kMaxPageTokens + c), z);
+            zero = _mm512_fmadd_ps(p, _mm512_load_ps(s.widened + layout::kMaxPageTokens + c), zero);
           }
           _mm512_storeu_ps(row + c, product);
         });
-        v.totals[r] = row_total, v.largest[r] = most;
-        sums[n] = s.sums + part * s.sum_stride + r;
-        if (++part == s.parts) part = 0, ++r;
+        pairs.totals[held] = total;
+        if constexpr (kZeroPoints) pairs.zeros[held] = zero;
+        pairs.sums[held] = s.sums + k * s.sum_stride + r;
+        if (++held == kSet) write_sums<kZeroPoints>(pairs, held), held = 0;
       }
-      totals[n] = total, zero[n] = z;
+      v.totals[r] = row_total, v.largest[r] = most;
     }
-    _mm512_store_ps(probabilities, trees(totals));
-    if constexpr (kZeroPoints) _mm512_store_ps(zeros, trees(zero));
-    for (std::size_t n = 0; n < count; ++n) *sums[n] = WeightSums{0, probabilities[n], kZeroPoints ? zeros[n] : 0.0f};
+    if (held != 0) write_sums<kZeroPoints>(pairs, held);
+  }
+  struct Pairs {
+    __m512 totals[kSet], zeros[kSet];
+    WeightSums* sums[kSet];
+  };
+  template <bool kZeroPoints>
+  static void write_sums(const Pairs& pairs, std::size_t count) {
+    alignas(64) float probabilities[16], zeros[16];
+    _mm512_store_ps(probabilities, trees(pairs.totals));
+    if constexpr (kZeroPoints) _mm512_store_ps(zeros, trees(pairs.zeros));
+    for (std::size_t n = 0; n < count; ++n)
+      *alone(pairs.sums[n]) = WeightSums{0, probabilities[n], kZeroPoints ? zeros[n] : 0.0f};
+  }
+  // Keeps a loop of stores from becoming a vector's scatter, which takes many times as long.
+  [[gnu::always_inline]] static WeightSums* alone(WeightSums* to) {
+    __asm__("" : "+r"(to));
+    return to;
   }
   static void scale(float* row, std::size_t dim, float factor) {
     const __m512 by = _mm512_set1_ps(factor);
