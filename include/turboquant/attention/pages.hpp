@@ -12,7 +12,8 @@ namespace turboquant {
 
 /// Prepares a step for a batch of sequences whose pages the caller owns. Tokens in pages are read as codes, the rows
 /// behind them raw; positions count from the first token of the first page. A plan holds nothing: codec, pages and rows
-/// must live until it has run. Errors: bad_shape, non_finite_input, out_of_memory.
+/// must live until it has run. Once all its tasks have run it may run again, on what the buffers hold then. Errors:
+/// bad_shape, non_finite_input, out_of_memory.
 template <class F>
 Status plan_pages(const PageCodec<F>& codec, std::span<const PageItem> batch, const AttentionParams& params,
                   AttentionPlan& plan) {

@@ -468,11 +468,14 @@ struct AttentionJob {
     }
   }
 
-  // Calls visit(begin, count) for the pieces of [from, until) between multiples of 16 counted from `chunk`.
+  // Calls visit(begin, count) for the pieces of [from, until) between multiples of 16 counted from `chunk`. What the
+  // call appends is a piece of its own, so that only that is copied.
   template <class Visit>
-  static void for_each_tile(std::size_t from, std::size_t until, std::size_t chunk, Visit visit) {
+  void for_each_tile(std::size_t from, std::size_t until, std::size_t chunk, Visit visit) const {
+    const std::size_t held = view.held();
     while (from < until) {
-      const std::size_t end = (std::min)(until, chunk + ((from - chunk) / 16 + 1) * 16);
+      std::size_t end = (std::min)(until, chunk + ((from - chunk) / 16 + 1) * 16);
+      if (from < held) end = (std::min)(end, held);
       visit(from, end - from);
       from = end;
     }

@@ -64,6 +64,9 @@ struct SequenceView {
     return (std::min)(p < before ? (std::max)(coded, tail_begin) : coded, coded_end);
   }
 
+  // Raw rows of positions below this are held, each for itself.
+  std::size_t held() const { return (std::min)(before, tree_begin); }
+
   // Copies one raw row, rounded to bf16. Requires position < first_tokens or position >= tail_begin.
   void raw_row(Side side, std::size_t head, std::size_t position, bfloat16* out) const {
     if (position >= tree_begin) position = tree_begin + on_path(position - tree_begin);
@@ -77,17 +80,15 @@ struct SequenceView {
   // Rows [begin, begin + count) of one head, contiguous: in place if they lie in one tile, else copied to `staging`
   // ([16][dim]). Requires count <= 16 and begin on the tile grid or beyond its start in the same tile.
   const bfloat16* raw_rows(Side side, std::size_t head, std::size_t begin, std::size_t count, bfloat16* staging) const {
-    if (begin + count <= (std::min)(before, tree_begin) && tile_of(begin) == tile_of(begin + count - 1))
-      return held_row(side, head, begin);
+    if (begin + count <= held() && tile_of(begin) == tile_of(begin + count - 1)) return held_row(side, head, begin);
     for (std::size_t t = 0; t < count; ++t) raw_row(side, head, begin + t, staging + t * layer->dim(side));
     return staging;
   }
 
   // Fetches what raw_rows would find in place, as far as it lies in one tile.
   void fetch_rows(Side side, std::size_t head, std::size_t begin, std::size_t count) const {
-    const std::size_t held = (std::min)(before, tree_begin);
-    if (begin >= held) return;
-    const std::size_t rows = (std::min)({count, held - begin, 16 - offset_of(begin) % 16});
+    if (begin >= held()) return;
+    const std::size_t rows = (std::min)({count, held() - begin, 16 - offset_of(begin) % 16});
     const auto* bytes = reinterpret_cast<const std::byte*>(held_row(side, head, begin));
     for (std::size_t at = 0; at < rows * layer->dim(side) * sizeof(bfloat16); at += 64) kernels::fetch_line(bytes + at);
   }
