@@ -198,6 +198,69 @@ TYPED_TEST(PerSet, RowsAreSoftenedTogetherAsOneByOne) {
   }
 }
 
+// Raw keys and values against double precision; rows and tokens together have the bits that each has alone, as results
+// must not depend on how rows make blocks, nor on where the tokens of a call begin. What weighs nothing may be
+// infinite.
+TYPED_TEST(PerSet, RawRowsAreReadByTheFormula) {
+  using K = typename TypeParam::Kernels;
+  constexpr std::size_t kStride = 16;
+  for (const std::size_t dim : {16U, 80U, 128U}) {
+    for (const std::size_t rows : {1U, 2U, 3U, 7U, 8U, 13U}) {
+      for (const std::size_t count : {1U, 2U, 5U, 16U}) {
+        SCOPED_TRACE(testing::Message() << dim << " coordinates, " << rows << " rows, " << count << " tokens");
+        Block queries = gaussian_block(dim, rows, 1, dim);
+        const Block tokens = gaussian_block(count, count, 1, dim);
+        std::vector<bfloat16> held(count * dim);
+        for (std::size_t i = 0; i < held.size(); ++i) held[i] = to_bfloat16(tokens.numbers[i]);
+        const auto number = [&](std::size_t t, std::size_t i) { return double{to_float(held[t * dim + i])}; };
+
+        kernels::QueryBlock block;
+        block.rows = rows, block.dim = dim, block.normal = queries.row(0);
+        std::vector<float> factor(rows), logits(rows * kStride), p(rows * kStride);
+        for (std::size_t r = 0; r < rows; ++r) factor[r] = 0.3F + static_cast<float>(r);
+        K::score_raw(held.data(), count, block, 0, rows, factor.data(), logits.data(), kStride);
+        for (std::size_t r = 0; r < rows; ++r) {
+          for (std::size_t t = 0; t < count; ++t) {
+            double sum = 0, size = 0;
+            for (std::size_t i = 0; i < dim; ++i) {
+              const double term = double{queries.row(r)[i]} * number(t, i) * double{factor[r]};
+              sum += term, size += std::fabs(term);
+            }
+            EXPECT_NEAR(logits[r * kStride + t], sum, 0x1p-24 * static_cast<double>(dim) * size);
+            float alone = 0;
+            K::score_raw(held.data() + t * dim, 1, block, r, r + 1, factor.data(), &alone, 1);
+            EXPECT_EQ(logits[r * kStride + t], alone);
+          }
+        }
+
+        const std::size_t unseen = count > 1 ? count - 1 : count;
+        for (std::size_t i = 0; i < dim && unseen < count; ++i) held[unseen * dim + i] = to_bfloat16(INFINITY);
+        for (std::size_t r = 0; r < rows; ++r) {
+          for (std::size_t t = 0; t < count; ++t)
+            p[r * kStride + t] = t == unseen || (r + t) % 5 == 4 ? 0 : std::fabs(tokens.row(t)[r]);
+        }
+        const Block before = gaussian_block(rows, rows, 1, dim);
+        Block together = before, alone = before;
+        K::accumulate_raw(held.data(), count, dim, rows, p.data(), kStride, together.row(0), dim);
+        for (std::size_t r = 0; r < rows; ++r) {
+          for (std::size_t t = 0; t < count; ++t)
+            K::accumulate_raw(held.data() + t * dim, 1, dim, 1, &p[r * kStride + t], kStride, alone.row(r), dim);
+          for (std::size_t i = 0; i < dim; ++i) {
+            double sum = double{before.row(r)[i]}, size = std::fabs(sum);
+            for (std::size_t t = 0; t < count; ++t) {
+              if (!(p[r * kStride + t] > 0)) continue;
+              const double term = double{p[r * kStride + t]} * number(t, i);
+              sum += term, size += std::fabs(term);
+            }
+            EXPECT_NEAR(together.row(r)[i], sum, 0x1p-24 * static_cast<double>(2 * count) * size);
+            EXPECT_EQ(together.row(r)[i], alone.row(r)[i]);
+          }
+        }
+      }
+    }
+  }
+}
+
 // Pages together or one by one, with the same bits. Whatever the bytes, they are codes.
 TYPED_TEST(PerSet, PagesAreScoredTogetherAsOneByOne) {
   constexpr std::size_t kDim = 80, kTokens = 48, kPages = 3, kStride = 256;
