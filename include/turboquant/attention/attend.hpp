@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
-#include <new>
 #include <span>
 #include <type_traits>
 
@@ -26,28 +25,6 @@ Status plan(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> 
 
 namespace detail {
 
-// Work space of one call, aligned to 64 bytes; on the stack if it is small, as allocating takes as long as the logits
-// of a hundred keys.
-class CallMemory {
- public:
-  explicit CallMemory(std::size_t bytes) noexcept
-      : memory_(bytes <= sizeof own_
-                    ? own_
-                    : static_cast<std::byte*>(::operator new(bytes, std::align_val_t(kCacheLine), std::nothrow))) {}
-  ~CallMemory() {
-    if (memory_ != own_) ::operator delete(memory_, std::align_val_t(kCacheLine));
-  }
-  CallMemory(const CallMemory&) = delete;
-  CallMemory& operator=(const CallMemory&) = delete;
-
-  std::byte* get() const { return memory_; }
-  explicit operator bool() const { return memory_ != nullptr; }
-
- private:
-  alignas(kCacheLine) std::byte own_[16384];
-  std::byte* memory_;
-};
-
 // Of work space that ends with slots, what is used by tasks that run one after the other: one slot.
 template <class E>
 std::size_t needed_slots(std::size_t slots) {
@@ -56,7 +33,7 @@ std::size_t needed_slots(std::size_t slots) {
 
 template <class E>
 Status run_plan(const AttentionPlan& step, E&& executor) {
-  const CallMemory workspace(PlanAccess::workspace_bytes(step, needed_slots<E>(Slots::kMost)));
+  const Scratch workspace(PlanAccess::workspace_bytes(step, needed_slots<E>(Slots::kMost)));
   if (!workspace) return {Status::out_of_memory, "workspace"};
   const std::size_t phases = step.phases();
   for (std::size_t phase = 0; phase < phases; ++phase) {
@@ -188,7 +165,7 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
   const std::size_t slot_count = needed_slots<E>((std::min)(tasks, Slots::kMost));
   Slots slots;
   slots.reset(slot_count);
-  const CallMemory workspace(measure.used() * slot_count);
+  const Scratch workspace(measure.used() * slot_count);
   if (!workspace) return {Status::out_of_memory, "workspace"};
   executor(tasks, [&](std::size_t task) {
     const std::size_t slot = slots.claim();
