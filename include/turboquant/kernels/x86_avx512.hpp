@@ -112,6 +112,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
 
   static void accumulate_raw(const bfloat16* values, std::size_t count, std::size_t dim, std::size_t rows,
                              const float* p, std::size_t p_stride, float* out, std::size_t out_stride) {
+    if (count == 0) return;  // there need not be any values
     for (std::size_t first = 0; first < rows;) {
       std::size_t set = 8;
       while (set > rows - first) set /= 2;
