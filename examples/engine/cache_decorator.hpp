@@ -29,7 +29,7 @@ class CacheDecorator : public KvCache {
 /// Processor time of this process: on one thread the time that work takes when nothing else runs.
 inline double processor_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 
-/// What asking for it takes: about a microsecond, where a step of attention takes ten.
+/// What asking for it takes: about a microsecond, where the attention of one layer takes tens of them.
 inline double processor_clock_seconds() {
   constexpr int kCalls = 1000;
   const double begin = processor_seconds();
