@@ -96,12 +96,11 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     a.stride = out_stride;
     for (std::size_t k = 0; k < parts.size(); ++k) a.distance[k] = fetch_head(parts[k]);
     for (std::size_t first = 0; first < rows;) {
-      std::size_t set = 8;
+      std::size_t set = 4;
       while (set > rows - first) set /= 2;
       a.sums = sums + first;
       a.out = out + first * out_stride;
       const std::int16_t* from = weights + first * weight_stride;
-      if (set == 8) accumulate_rows<8>(reader, from, weight_stride, a);
       if (set == 4) accumulate_rows<4>(reader, from, weight_stride, a);
       if (set == 2) accumulate_rows<2>(reader, from, weight_stride, a);
       if (set == 1) accumulate_rows<1>(reader, from, weight_stride, a);
@@ -296,7 +295,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   template <std::size_t kRows, std::size_t kParts, class Reader>
   static void score_rows(std::span<const CodedPart> parts, const Reader& reader, std::size_t tile_begin,
                          std::size_t tile_end, Scoring& s) {
-    constexpr std::size_t kTiles = kRows <= 2 ? 4 : 2;
+    constexpr std::size_t kTiles = kRows <= 4 ? 4 : 2;
     prepare_rows<kRows>(parts[0].dim, s);
     for (std::size_t p = 0; p < parts.size(); ++p) {
       const CodedPart& part = parts[p];
@@ -392,7 +391,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   template <std::size_t kRows, std::size_t kTiles, class Reader>
   [[gnu::flatten]] static void score_tiles(const CodedPart& part, const Reader& reader, std::size_t tile,
                                            const float* shared, const Scoring& s) {
-    constexpr std::size_t kSums = kRows * kTiles >= 8 ? 1 : kRows * kTiles >= 4 ? 2 : 4;  // of a row
+    constexpr std::size_t kSums = kRows * kTiles >= 16 ? 1 : kRows * kTiles >= 8 ? 2 : 4;  // of a row
     constexpr std::size_t kBytes = Reader::kBytes;
     __m512i sums[kTiles][kRows][kSums];
     repeat<kTiles * kRows>([&](auto at) {
@@ -405,18 +404,22 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     const std::uint8_t* behind = moved(fragment, s.distance);  // line by line
     const std::uint8_t* history = fragment + stride - 16;      // a tile is closed
     for (std::size_t group = 0; group < groups; ++group) {
-      __m512i levels[kTiles][4];
-      repeat<kTiles>(
-          [&](auto t) { reader.read(fragment + t.value * stride, history + t.value * stride, levels[t.value]); });
       fetch_bytes<kTiles * kBytes>(behind);
-      repeat<4 * kRows>([&](auto at) {
-        constexpr std::size_t kSlot = decltype(at)::value / kRows, kRow = decltype(at)::value % kRows;
-        constexpr bool kLoads = kTiles == 1 || (kTiles == 2 && kSlot % 2 == 1);
-        const std::int8_t* from = s.queries + kRow * dim + group * 16 + kSlot * 4;
-        const __m512i four = _mm512_set1_epi32(load32(from));
+      repeat<2>([&](auto half) __attribute__((always_inline)) {
+        constexpr std::size_t kHalf = decltype(half)::value;
+        __m512i levels[kTiles][2];
         repeat<kTiles>([&](auto t) {
-          __m512i& sum = sums[t.value][kRow][kSlot % kSums];
-          sum = multiply_four<kLoads>(sum, levels[t.value][kSlot], four, from);
+          reader.template read_half<kHalf>(fragment + t.value * stride, history + t.value * stride, levels[t.value]);
+        });
+        repeat<2 * kRows>([&](auto at) {
+          constexpr std::size_t kSlot = decltype(at)::value / kRows, kRow = decltype(at)::value % kRows;
+          constexpr bool kLoads = kTiles == 1 || (kTiles == 2 && kSlot == 1);
+          const std::int8_t* from = s.queries + kRow * dim + group * 16 + kHalf * 8 + kSlot * 4;
+          const __m512i four = _mm512_set1_epi32(load32(from));
+          repeat<kTiles>([&](auto t) {
+            __m512i& sum = sums[t.value][kRow][(2 * kHalf + kSlot) % kSums];
+            sum = multiply_four<kLoads>(sum, levels[t.value][kSlot], four, from);
+          });
         });
       });
       fragment += kBytes, behind += kTiles * kBytes, history = fragment - 16;
@@ -471,10 +474,10 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
 
   // What accumulate_groups works with.
   struct Accumulation {
-    alignas(64) std::uint8_t planes[8][2][kMaxPage + 64];  // the high and the low seven bits of each row's weights
-    std::int32_t start[8];                                 // what takes the 128 of unsigned levels off
-    float zero_points[8];                                  // of a row, over all parts
-    bool counts[8], all_count;                             // rows with a probability
+    alignas(64) std::uint8_t planes[4][2][kMaxPage + 64];  // the high and the low seven bits of each row's weights
+    std::int32_t start[8];                                 // what takes the 128 of unsigned levels off; four are used
+    float zero_points[4];                                  // of a row, over all parts
+    bool counts[4], all_count;                             // rows with a probability
     std::ptrdiff_t distance[kMaxPage / 16];                // of each part to the one that is fetched
     std::span<const CodedPart> parts;
     std::size_t begin, end;
@@ -497,7 +500,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
       }
       a.all_count &= a.counts[r];
     }
-    constexpr std::size_t kGroups = kRows == 8 ? 1 : kRows == 1 ? 4 : 2;
+    constexpr std::size_t kGroups = kRows == 4 ? 2 : 4;
     const std::size_t groups = a.parts[0].dim / 16;
     std::size_t group = 0;
     for (; group + kGroups <= groups; group += kGroups) accumulate_groups<kRows, kGroups>(reader, a, group);
@@ -579,20 +582,23 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     Run run(a, group, kBytes, kGroups);
     const std::uint8_t *fragment = run.fragment, *behind = run.behind, *history = run.history;
     for (std::size_t left = run.tiles; left != 0;) {
-      __m512i levels[kGroups][4];
-      repeat<kGroups>([&](auto g) {
-        const std::uint8_t* at = fragment + g.value * stride;
-        reader.read(at, g.value == 0 ? history : at - 16, levels[g.value]);
-      });
       fetch_bytes<kGroups * kBytes>(behind);
-      repeat<4 * kPlanes>([&](auto at) {
-        constexpr std::size_t kSlot = decltype(at)::value / kPlanes, kPlane = decltype(at)::value % kPlanes;
-        const std::uint8_t* from = weights + kPlane * (kMaxPage + 64) + kSlot * 4;
-        constexpr bool kLoads = kGroups == 1 || (kGroups == 2 && kSlot % 2 == 1);
-        const __m512i four = _mm512_set1_epi32(load32(from));
+      repeat<2>([&](auto half) __attribute__((always_inline)) {
+        constexpr std::size_t kHalf = decltype(half)::value;
+        __m512i levels[kGroups][2];
         repeat<kGroups>([&](auto g) {
-          __m512i& sum = sums[g.value][kPlane][kSlot % kSums];
-          sum = multiply_four<kLoads>(sum, levels[g.value][kSlot], four, from);
+          const std::uint8_t* at = fragment + g.value * stride;
+          reader.template read_half<kHalf>(at, g.value == 0 ? history : at - 16, levels[g.value]);
+        });
+        repeat<2 * kPlanes>([&](auto at) {
+          constexpr std::size_t kSlot = decltype(at)::value / kPlanes, kPlane = decltype(at)::value % kPlanes;
+          const std::uint8_t* from = weights + kPlane * (kMaxPage + 64) + kHalf * 8 + kSlot * 4;
+          constexpr bool kLoads = kGroups == 1 || (kGroups == 2 && kSlot == 1);
+          const __m512i four = _mm512_set1_epi32(load32(from));
+          repeat<kGroups>([&](auto g) {
+            __m512i& sum = sums[g.value][kPlane][(2 * kHalf + kSlot) % kSums];
+            sum = multiply_four<kLoads>(sum, levels[g.value][kSlot], four, from);
+          });
         });
       });
       fragment += kBytes, behind += kGroups * kBytes, history = fragment - 16, weights += 16;

@@ -45,8 +45,9 @@ struct Avx512Loads {
   }
 };
 
-// Unpacks a fragment to one register of 64 levels per slot, byte 4 lane + b being depth 4 slot + b. kOffset is added to
-// every level, modulo 256: 128 makes them the unsigned operand of vpdpbusd, 0 the signed one.
+// Unpacks half a fragment, two slots, to one register of 64 levels per slot, byte 4 lane + b being depth 4 slot + b:
+// few registers hold levels, so that many can hold sums. kOffset is added to every level, modulo 256: 128 makes them
+// the unsigned operand of vpdpbusd, 0 the signed one.
 //
 // Byte permutes take six or seven bits of an index. Tables are repeated over the bits that do not belong to the code,
 // so that fields need no mask.
@@ -74,19 +75,16 @@ struct Avx512Reader<Unit, LevelCodes<B>, kOffset> : Avx512Loads<Unit> {
     upper = _mm512_add_epi8(upper, offset);
   }
 
-  void read(const std::uint8_t* fragment, const std::uint8_t*, __m512i (&levels)[4]) const {
+  // Slots 2 kHalf and 2 kHalf + 1.
+  template <std::size_t kHalf>
+  void read_half(const std::uint8_t* fragment, const std::uint8_t*, __m512i* levels) const {
     if constexpr (B == 4) {
-      const __m512i first = held(load512(fragment)), second = held(load512(fragment + 64));
-      levels[0] = _mm512_permutexvar_epi8(first, table);
-      levels[1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(first, 4), table);
-      levels[2] = _mm512_permutexvar_epi8(second, table);
-      levels[3] = _mm512_permutexvar_epi8(_mm512_srli_epi16(second, 4), table);
+      const __m512i both = held(load512(fragment + 64 * kHalf));
+      levels[0] = _mm512_permutexvar_epi8(both, table);
+      levels[1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(both, 4), table);
     } else {
-      // No loop: at -O2 g++ would not unroll it, and keep levels in memory.
-      levels[0] = slot<0>(fragment);
-      levels[1] = slot<1>(fragment);
-      levels[2] = slot<2>(fragment);
-      levels[3] = slot<3>(fragment);
+      levels[0] = slot<2 * kHalf>(fragment);
+      levels[1] = slot<2 * kHalf + 1>(fragment);
     }
   }
 
@@ -133,34 +131,29 @@ struct Avx512Reader<Unit, TrellisCodes<B>, kOffset> : Avx512Loads<Unit> {
   }
 
   // Lane t makes the number `history << 8 B | W` of portable_trellis.hpp, 32 bits of it; windows are eight bits each.
-  void read(const std::uint8_t* fragment, const std::uint8_t* history, __m512i (&levels)[4]) const {
+  // Slots 2 kHalf and 2 kHalf + 1.
+  template <std::size_t kHalf>
+  void read_half(const std::uint8_t* fragment, const std::uint8_t* history, __m512i* levels) const {
     // Bytes t of the four planes in a register, the last plane lowest.
     const __m512i planes = _mm512_setr_epi32(0x00102030, 0x01112131, 0x02122232, 0x03132333, 0x04142434, 0x05152535,
                                              0x06162636, 0x07172737, 0x08182838, 0x09192939, 0x0a1a2a3a, 0x0b1b2b3b,
                                              0x0c1c2c3c, 0x0d1d2d3d, 0x0e1e2e3e, 0x0f1f2f3f);
-    const __m512i first = with_history(fragment, history);
     if constexpr (B == 4) {
+      const __m512i first = kHalf == 0 ? with_history(fragment, history) : load512(fragment + 48);
       levels[0] = windows<20>(_mm512_permutexvar_epi8(planes, first));
-      levels[1] = windows<12>(_mm512_permutexvar_epi8(planes, load512(fragment)));
-      levels[2] = windows<20>(_mm512_permutexvar_epi8(planes, load512(fragment + 48)));
-      levels[3] = windows<12>(_mm512_permutexvar_epi8(planes, load512(fragment + 64)));
+      levels[1] = windows<12>(_mm512_permutexvar_epi8(planes, load512(fragment + 64 * kHalf)));
     } else if constexpr (B == 3) {
-      const __m512i low = _mm512_permutexvar_epi8(planes, first);
-      const __m512i high = _mm512_permutexvar_epi8(planes, load512(fragment + 32));
-      levels[0] = windows<21>(low);
-      levels[1] = windows<9>(low);
-      levels[2] = windows<21>(high);
-      levels[3] = windows<9>(high);
+      const __m512i half = kHalf == 0 ? with_history(fragment, history) : load512(fragment + 32);
+      const __m512i bits = _mm512_permutexvar_epi8(planes, half);
+      levels[0] = windows<21>(bits);
+      levels[1] = windows<9>(bits);
     } else {
       // Two planes to a half, and no more than the fragment behind the second: there the plane before is its own.
-      const __m512i before = _mm512_add_epi8(planes, _mm512_set1_epi32(static_cast<int>(0x00f0f0f0u)));
-      const __m512i low = _mm512_permutexvar_epi8(before, first);
-      const __m512i high =
-          _mm512_permutexvar_epi8(_mm512_add_epi8(planes, _mm512_set1_epi32(0x10000000)), load512(fragment));
-      levels[0] = windows<14>(low);
-      levels[1] = windows<6>(low);
-      levels[2] = windows<14>(high);
-      levels[3] = windows<6>(high);
+      const int shift = kHalf == 0 ? 0x00f0f0f0 : 0x10000000;
+      const __m512i half = kHalf == 0 ? with_history(fragment, history) : load512(fragment);
+      const __m512i bits = _mm512_permutexvar_epi8(_mm512_add_epi8(planes, _mm512_set1_epi32(shift)), half);
+      levels[0] = windows<14>(bits);
+      levels[1] = windows<6>(bits);
     }
   }
 
