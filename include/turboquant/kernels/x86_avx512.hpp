@@ -391,7 +391,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   template <std::size_t kRows, std::size_t kTiles, class Reader>
   [[gnu::flatten]] static void score_tiles(const CodedPart& part, const Reader& reader, std::size_t tile,
                                            const float* shared, const Scoring& s) {
-    constexpr std::size_t kSums = kRows * kTiles >= 16 ? 1 : kRows * kTiles >= 8 ? 2 : 4;  // of a row
+    constexpr std::size_t kSums = kRows * kTiles >= 16 ? 1 : kRows * kTiles >= 4 ? 2 : 4;  // of a row
     constexpr std::size_t kBytes = Reader::kBytes;
     __m512i sums[kTiles][kRows][kSums];
     repeat<kTiles * kRows>([&](auto at) {
@@ -565,7 +565,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
 
   template <std::size_t kRows, std::size_t kGroups, class Reader>
   [[gnu::flatten]] static void accumulate_groups(const Reader& reader, const Accumulation& a, std::size_t group) {
-    constexpr std::size_t kPlanes = 2 * kRows, kSums = kRows * kGroups >= 4 ? 1 : kRows * kGroups == 2 ? 2 : 4;
+    constexpr std::size_t kPlanes = 2 * kRows, kSums = kRows * kGroups >= 8 ? 1 : kRows * kGroups >= 4 ? 2 : 4;
     constexpr std::size_t kBytes = Reader::kBytes;
     __m512i sums[kGroups][kPlanes][kSums];
     repeat<kGroups * kPlanes * kSums>([&](auto at) {
