@@ -376,8 +376,7 @@ class AttentionPlan {
       tree.push(job.operations(), leaf, planned.first_part + part, rows, dim);
     }
     const detail::Partial total = tree.finish(job.operations(), partial(planned, head, 0, workspace), rows, dim);
-    float row[kMaxDim];
-    job.finish(total, partial(planned, head, planned.parts, workspace), rows, head, 0, row);
+    job.finish(total, partial(planned, head, planned.parts, workspace), rows, head, 0);
   }
 
   static std::size_t block_count(const PlannedItem& planned) noexcept {

@@ -46,6 +46,18 @@ struct Partial {
   float* acc;            // [rows][value_dim]
 };
 
+// Rows of values are multiples of 16 long. Loops of a fixed size become vectors at -O2 too.
+inline void multiply_row(float* row, std::size_t dim, float factor) {
+  for (; dim != 0; dim -= 16, row += 16) {
+    for (std::size_t i = 0; i < 16; ++i) row[i] *= factor;
+  }
+}
+inline void divide_row(float* row, std::size_t dim, float divisor) {
+  for (; dim != 0; dim -= 16, row += 16) {
+    for (std::size_t i = 0; i < 16; ++i) row[i] /= divisor;
+  }
+}
+
 inline void clear(const Partial& part, std::size_t rows, std::size_t dim) {
   for (std::size_t r = 0; r < rows; ++r) part.states[r] = SoftmaxState{0, 0};
   std::memset(part.acc, 0, rows * dim * sizeof(float));
@@ -63,7 +75,8 @@ inline void fold(const Operations& ops, const Partial& to, const Partial& from, 
       continue;
     }
     const float largest = (std::max)(a.largest, b.largest);
-    const float fa = ops.exp_negative(a.largest - largest), fb = ops.exp_negative(b.largest - largest);
+    const float fa = a.largest == largest ? 1.0f : ops.exp_negative(a.largest - largest);
+    const float fb = b.largest == largest ? 1.0f : ops.exp_negative(b.largest - largest);
     ops.combine(to.acc + r * dim, fa, from.acc + r * dim, fb, dim);
     a = {largest, fa * a.sum + fb * b.sum};
   }
@@ -252,8 +265,7 @@ struct AttentionJob {
     const float factor = operations().softmax_step(logits, begin, end, low, high, to.states[r]);
     if (fresh || factor == 1.0f) return;
     const std::size_t dim = view.layer->shape.value_dim;
-    float* acc = to.acc + r * dim;  // of its own, so that the loop vectorises
-    for (std::size_t i = 0; i < dim; ++i) acc[i] *= factor;
+    multiply_row(to.acc + r * dim, dim, factor);
   }
 
   // to := the attention over the entries [begin, end), in the rotated domain.
@@ -379,12 +391,12 @@ struct AttentionJob {
     const std::size_t end = (view.end_entry() + split_entries - 1) / split_entries;
     const Partial coded = attend_splits(b, kv_head, view.first_entry() / split_entries, end, 0, split_entries);
     attend_raw(b, kv_head, b.raw);
-    finish(coded, b.raw, b.rows, kv_head, query_begin, b.row);
+    finish(coded, b.raw, b.rows, kv_head, query_begin);
   }
 
-  // Rotates the coded part back, adds the raw part, lets sinks take part, divides, writes.
-  void finish(const Partial& coded, const Partial& raw, std::size_t rows, std::size_t kv_head, std::size_t query_begin,
-              float* row) const {
+  // Rotates the coded part back, adds the raw part, lets sinks take part, divides, writes. Leaves nothing of `coded`.
+  void finish(const Partial& coded, const Partial& raw, std::size_t rows, std::size_t kv_head,
+              std::size_t query_begin) const {
     const std::size_t dim = view.layer->shape.value_dim;
     for (std::size_t r = 0; r < rows; ++r) {
       if (coded.states[r].sum > 0) {
@@ -403,10 +415,14 @@ struct AttentionJob {
         const float sink = params->sink_logits[head], largest = (std::max)(state.largest, sink);
         const float factor = operations().exp_negative(state.largest - largest);
         state.sum = state.sum * factor + operations().exp_negative(sink - largest);
-        for (std::size_t i = 0; i < dim; ++i) acc[i] *= factor;
+        multiply_row(acc, dim, factor);
       }
-      for (std::size_t i = 0; i < dim; ++i) row[i] = state.sum > 0 ? acc[i] / state.sum : 0.0f;
-      store_row(item->out, token, head, row);
+      if (state.sum > 0) {
+        divide_row(acc, dim, state.sum);
+      } else {
+        std::fill_n(acc, dim, 0.0f);
+      }
+      store_row(item->out, token, head, acc);
     }
   }
 
