@@ -14,6 +14,7 @@
 #include <exception>
 #include <filesystem>
 #include <memory>
+#include <numeric>
 #include <span>
 #include <string>
 #include <utility>
@@ -101,7 +102,7 @@ class Comparison {
     turboquant_eval::ProgressBar bar(requests_.size(), true);
     Run run;
     run.report = engine::serve(model_, cache, shared_, requests_, options, [&] { bar.advance(); });
-    run.attention_seconds = cache.seconds();
+    run.attention_seconds = std::reduce(cache.seconds().begin(), cache.seconds().end());
     return run;
   }
 

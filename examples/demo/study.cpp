@@ -10,6 +10,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 namespace demo {
 namespace {
@@ -113,7 +114,7 @@ class Study {
     row.bits = 8 * row.cache_bytes / static_cast<double>(coordinates);
   }
 
-  // Of the last tokens before the context is full.
+  // The median of the last tokens before the context is full.
   double time(CacheChoice choice) const {
     choice.codes_everything = false;
     engine::TimedCache cache(engine::make_cache(choice, model_.attention_shape()), 1);
@@ -125,7 +126,10 @@ class Study {
       const engine::SequenceStep step{sequence, tokens_.subspan(i, 1), false};
       static_cast<void>(model_.forward(cache, {&step, 1}));
     }
-    return cache.seconds() / static_cast<double>(steps);
+    std::vector<double> seconds = cache.seconds();
+    const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
+    std::nth_element(seconds.begin(), middle, seconds.end());
+    return *middle;
   }
 
   const engine::Model& model_;

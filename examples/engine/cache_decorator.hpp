@@ -3,9 +3,11 @@
 
 #include "kv_cache.hpp"
 
+#include <chrono>
 #include <ctime>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace engine {
 
@@ -26,18 +28,12 @@ class CacheDecorator : public KvCache {
   std::unique_ptr<KvCache> inner_;
 };
 
-/// Processor time of this process: on one thread the time that work takes when nothing else runs.
+/// Processor time of this process, in seconds: on one thread the time that work takes when nothing else runs. Asking
+/// takes a microsecond in the kernel, after which caches are not what they were.
 inline double processor_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 
-/// What asking for it takes: about a microsecond, where the attention of one layer takes tens of them.
-inline double processor_clock_seconds() {
-  constexpr int kCalls = 1000;
-  const double begin = processor_seconds();
-  for (int call = 1; call < kCalls; ++call) static_cast<void>(processor_seconds());
-  return (processor_seconds() - begin) / kCalls;
-}
-
-/// Adds up the processor time of `attend` in steps of decoding: without a prompt's tokens among them.
+/// Times `attend` in steps of decoding: those without a prompt's tokens among them. By the wall clock, as attention of
+/// one layer may take less than ten microseconds.
 class TimedCache final : public CacheDecorator {
  public:
   /// A part of more tokens than `most_tokens`, drafts included, is of a prompt.
@@ -45,20 +41,22 @@ class TimedCache final : public CacheDecorator {
       : CacheDecorator(std::move(inner)), most_tokens_(most_tokens) {}
 
   void attend(std::size_t layer, std::span<const AttentionPart> parts) override {
-    const double begin = processor_seconds();
+    const auto begin = std::chrono::steady_clock::now();
     CacheDecorator::attend(layer, parts);
-    const double end = processor_seconds();
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
     for (const AttentionPart& part : parts) {
       if (part.tokens > most_tokens_) return;
     }
-    seconds_ += end - begin - clock_seconds_;
+    if (layer == 0) seconds_.push_back(0);
+    seconds_.back() += time.count();
   }
 
-  double seconds() const { return seconds_; }
+  /// Seconds of each step, all layers.
+  const std::vector<double>& seconds() const { return seconds_; }
 
  private:
   std::size_t most_tokens_;
-  double seconds_ = 0, clock_seconds_ = processor_clock_seconds();
+  std::vector<double> seconds_;
 };
 
 }  // namespace engine

@@ -1,5 +1,5 @@
-// The recommended formats, and pairs of them: their kernels are compiled once, in formats.cpp, and not again in every unit
-// that has a cache of them.
+// The recommended formats, and pairs of them: their kernels are compiled once, in formats.cpp, and not again in every
+// unit that has a cache of them.
 #pragma once
 
 #include <turboquant/turboquant.hpp>
