@@ -13,6 +13,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -113,11 +114,10 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
                              const float* p, std::size_t p_stride, float* out, std::size_t out_stride) {
     if (count == 0) return;  // there need not be any values
     for (std::size_t first = 0; first < rows;) {
-      std::size_t set = 8;
+      std::size_t set = 4;
       while (set > rows - first) set /= 2;
       const float* weights = p + first * p_stride;
       float* to = out + first * out_stride;
-      if (set == 8) accumulate_raw_rows<8>(values, count, dim, weights, p_stride, to, out_stride);
       if (set == 4) accumulate_raw_rows<4>(values, count, dim, weights, p_stride, to, out_stride);
       if (set == 2) accumulate_raw_rows<2>(values, count, dim, weights, p_stride, to, out_stride);
       if (set == 1) accumulate_raw_rows<1>(values, count, dim, weights, p_stride, to, out_stride);
@@ -164,6 +164,9 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
                                               const float* queries, const float* factor, float* logits,
                                               std::size_t stride) {
     constexpr std::size_t kKeys = 8 / kRows;
+    const __m256i row = _mm256_srli_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), std::countr_zero(kKeys));
+    const __m256 by = _mm256_permutevar8x32_ps(_mm256_maskz_loadu_ps((1u << kRows) - 1u, factor), row);
+    const __m256 most = _mm256_set1_ps(3.402823466e38f), least = _mm256_set1_ps(-3.402823466e38f);
     for (std::size_t t = 0; t < count; t += kKeys) {
       const bfloat16* from[kKeys];
       repeat<kKeys>([&](auto k) { from[k.value] = keys + (std::min)(t + k.value, count - 1) * dim; });
@@ -180,11 +183,11 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
           });
         });
       }
-      alignas(64) float products[16];
-      _mm512_store_ps(products, trees(sums));
-      for (std::size_t at = 0; at < 8; ++at) {
-        const std::size_t row = at / kKeys, key = at % kKeys;
-        if (t + key < count) logits[row * stride + t + key] = Base::saturate(products[at] * factor[row]);
+      const __m256 product = _mm256_mul_ps(_mm512_castps512_ps256(trees(sums)), by);
+      alignas(32) float products[8];
+      _mm256_store_ps(products, _mm256_min_ps(_mm256_max_ps(product, least), most));
+      for (std::size_t r = 0; r < kRows; ++r) {
+        std::memcpy(logits + r * stride + t, products + r * kKeys, (std::min)(kKeys, count - t) * sizeof(float));
       }
     }
   }
@@ -192,7 +195,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   template <std::size_t kRows>
   static void accumulate_raw_rows(const bfloat16* values, std::size_t count, std::size_t dim, const float* p,
                                   std::size_t p_stride, float* out, std::size_t out_stride) {
-    constexpr std::size_t kGroups = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;
+    constexpr std::size_t kGroups = 4;
     std::size_t i = 0;
     for (; i + 16 * kGroups <= dim; i += 16 * kGroups)
       accumulate_raw_groups<kRows, kGroups>(values + i, count, dim, p, p_stride, out + i, out_stride);
