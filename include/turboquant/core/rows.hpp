@@ -130,14 +130,14 @@ template <class Bits>
   };
   // No early exit, and blocks of a fixed size: the loop becomes vectors at -O2 too.
   constexpr std::size_t kBlock = 128 / sizeof(Bits);
+  const std::size_t rest = count % kBlock;
   Bits all = 0;
-  std::size_t i = 0;
-  for (; i + kBlock <= count; i += kBlock) {
+  for (std::size_t i = 0; i < count - rest; i += kBlock) {
     Bits block = 0;
     for (std::size_t at = 0; at < kBlock; ++at) block = static_cast<Bits>(block | sum(i + at));
     all = static_cast<Bits>(all | block);
   }
-  for (; i < count; ++i) all = static_cast<Bits>(all | sum(i));
+  for (std::size_t i = count - rest; i < count; ++i) all = static_cast<Bits>(all | sum(i));
   return all <= kMagnitude;
 }
 
