@@ -48,14 +48,12 @@ struct Partial {
 
 // Rows of values are multiples of 16 long. Loops of a fixed size become vectors at -O2 too.
 inline void multiply_row(float* row, std::size_t dim, float factor) {
-  for (; dim != 0; dim -= 16, row += 16) {
+  for (; dim != 0; dim -= 16, row += 16)
     for (std::size_t i = 0; i < 16; ++i) row[i] *= factor;
-  }
 }
 inline void divide_row(float* row, std::size_t dim, float divisor) {
-  for (; dim != 0; dim -= 16, row += 16) {
+  for (; dim != 0; dim -= 16, row += 16)
     for (std::size_t i = 0; i < 16; ++i) row[i] /= divisor;
-  }
 }
 
 inline void clear(const Partial& part, std::size_t rows, std::size_t dim) {
@@ -322,10 +320,10 @@ struct AttentionJob {
       const std::byte* page = pages[skipped + k].memory;
       layer.find_part(page, Side::key, kv_head, keys[k]);
       layer.find_part(page, Side::value, kv_head, values[k]);
-      // Fetched meanwhile: the values of this step while its keys are read, then the keys of the next step.
+      // Fetched meanwhile: the values of this step while its keys are read, then the keys of the next step or raw ones.
       keys[k].next = values[k].begin();
-      values[k].next =
-          layer.part_ahead(next + k < end_entry ? view.entry(next + k).memory : nullptr, Side::key, kv_head);
+      values[k].next = next + k < end_entry ? layer.part_ahead(view.entry(next + k).memory, Side::key, kv_head)
+                                            : view.keys_ahead(kv_head, next + k - end_entry);
     }
     if (seen == 1) {
       layer.operations->score(keys[0], begin / 16, end / 16, b.query, row_begin, row_end, b.factor,
@@ -417,11 +415,8 @@ struct AttentionJob {
         state.sum = state.sum * factor + operations().exp_negative(sink - largest);
         multiply_row(acc, dim, factor);
       }
-      if (state.sum > 0) {
-        divide_row(acc, dim, state.sum);
-      } else {
-        std::fill_n(acc, dim, 0.0f);
-      }
+      if (state.sum > 0) divide_row(acc, dim, state.sum);
+      if (!(state.sum > 0)) std::fill_n(acc, dim, 0.0f);
       store_row(item->out, token, head, acc);
     }
   }
@@ -478,6 +473,8 @@ struct AttentionJob {
       }
       for_each_tile(from, until, chunk, [&](std::size_t begin, std::size_t count) {
         const bfloat16* values = view.raw_rows(Side::value, kv_head, begin, count, b.staging);
+        const std::size_t next = begin + RowBlock::kRawChunk;
+        if (next < high) view.fetch_rows(Side::key, kv_head, next, (std::min)(high - next, count));
         layer.operations->accumulate_raw(values, count, dim, row_end - row_begin, logits + (begin - chunk),
                                          RowBlock::kChunk, to.acc + row_begin * dim, dim);
       });

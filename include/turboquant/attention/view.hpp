@@ -85,6 +85,13 @@ struct SequenceView {
     return staging;
   }
 
+  // What is read behind the codes: the keys of the tile `number` of those that come after them. Null if there is none.
+  const std::uint8_t* keys_ahead(std::size_t head, std::size_t number) const {
+    const std::size_t position = coded_end + number * layout::kTileTokens;
+    if (!pages.empty() || coded_end < state->tail_begin || position >= held()) return nullptr;
+    return reinterpret_cast<const std::uint8_t*>(held_row(Side::key, head, position));
+  }
+
   // Fetches what raw_rows would find in place, as far as it lies in one tile.
   void fetch_rows(Side side, std::size_t head, std::size_t begin, std::size_t count) const {
     if (begin >= held()) return;
