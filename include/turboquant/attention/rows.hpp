@@ -261,9 +261,8 @@ struct AttentionJob {
     float* logits = b.logits + r * RowBlock::kChunk;
     const bool fresh = !(to.states[r].sum > 0);
     const float factor = operations().softmax_step(logits, begin, end, low, high, to.states[r]);
-    if (fresh || factor == 1.0f) return;
     const std::size_t dim = view.layer->shape.value_dim;
-    multiply_row(to.acc + r * dim, dim, factor);
+    if (!fresh && factor != 1.0f) multiply_row(to.acc + r * dim, dim, factor);
   }
 
   // to := the attention over the entries [begin, end), in the rotated domain.
@@ -415,8 +414,11 @@ struct AttentionJob {
         state.sum = state.sum * factor + operations().exp_negative(sink - largest);
         multiply_row(acc, dim, factor);
       }
-      if (state.sum > 0) divide_row(acc, dim, state.sum);
-      if (!(state.sum > 0)) std::fill_n(acc, dim, 0.0f);
+      if (state.sum > 0) {
+        divide_row(acc, dim, state.sum);
+      } else {
+        std::fill_n(acc, dim, 0.0f);
+      }
       store_row(item->out, token, head, acc);
     }
   }
