@@ -408,6 +408,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     const std::uint8_t* history = fragment + stride - 16;      // a tile is closed
     for (std::size_t group = 0; group < groups; ++group) {
       fetch_bytes<kTiles * kBytes>(behind);
+      // Inlined by name: clang calls it otherwise, and keeps all sums in memory.
       repeat<2>([&](auto half) __attribute__((always_inline)) {
         constexpr std::size_t kHalf = decltype(half)::value;
         __m512i levels[kTiles][2];
