@@ -32,7 +32,6 @@ namespace {
 
 using namespace tests;
 using turboquant::BatchItem;
-using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::LayerShape;
@@ -40,6 +39,7 @@ using turboquant::MemoryUse;
 using turboquant::npos;
 using turboquant::SequenceId;
 using turboquant::Status;
+using turboquant::detail::CacheAccess;
 
 using Cache = KVCache<turboquant::TQ4>;
 

@@ -61,13 +61,13 @@ namespace {
 
 using namespace tests;
 using turboquant::BatchItem;
-using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::LayerShape;
 using turboquant::MemoryUse;
 using turboquant::SequenceId;
 using turboquant::Status;
+using turboquant::detail::CacheAccess;
 
 using Cache = KVCache<turboquant::TQ4, turboquant::TQ8>;
 

@@ -10,10 +10,10 @@
 namespace {
 
 using namespace tests;
-using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::LayerShape;
 using turboquant::SequenceId;
+using turboquant::detail::CacheAccess;
 
 template <class Cache>
 Bytes saved_page(const Cache& cache, SequenceId id, std::size_t layer, std::size_t position, std::size_t& tokens) {

@@ -18,7 +18,6 @@ namespace {
 
 using namespace tests;
 using turboquant::BatchItem;
-using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::Format;
 using turboquant::KVCache;
@@ -26,6 +25,7 @@ using turboquant::LayerShape;
 using turboquant::PolarQuant;
 using turboquant::ScalarQuant;
 using turboquant::SequenceId;
+using turboquant::detail::CacheAccess;
 
 /// Numbers that decide what happens, a function of the seed.
 class Dice {

@@ -1,4 +1,5 @@
-// Whether a sanitizer watches this build, or an emulator runs it: such tests run fewer rounds, and do not look at the process as a whole.
+// Whether a sanitizer watches this build, or an emulator runs it: such tests run fewer rounds, and do not look at the
+// process as a whole.
 #pragma once
 
 namespace tests {

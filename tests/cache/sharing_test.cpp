@@ -51,13 +51,13 @@ namespace {
 
 using namespace tests;
 using turboquant::BatchItem;
-using turboquant::detail::CacheAccess;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::LayerShape;
 using turboquant::MemoryUse;
 using turboquant::SequenceId;
 using turboquant::Status;
+using turboquant::detail::CacheAccess;
 
 Block keys_of(const LayerShape& shape, std::uint64_t stream, std::size_t begin, std::size_t end) {
   return gaussian_block(stream, end - begin, shape.kv_heads, shape.head_dim, 1, begin);
