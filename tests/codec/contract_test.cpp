@@ -139,6 +139,7 @@ TYPED_TEST(CodecContract, ScoresByTheFormula) {
       std::vector<float> normal(kQueries * dim), rotated(kQueries * dim), step(kQueries), unit(kQueries),
           factor(kQueries, 0.25f);
       std::vector<std::int8_t> planes(kQueries * dim * TypeParam::query_planes);
+      std::vector<std::int32_t> sums(kQueries * TypeParam::query_planes);
       kernels::QueryBlock block;
       block.rows = kQueries;
       block.dim = dim;
@@ -148,10 +149,12 @@ TYPED_TEST(CodecContract, ScoresByTheFormula) {
       block.plane_count = TypeParam::query_planes;
       block.step = step.data();
       block.unit = unit.data();
+      block.sums = sums.data();
       const Rotation rotation(42, dim);
       const std::size_t order = base_order(dim);
       const kernels::RotationView view{dim, rotation.signs(), base_matrix(order), order};
-      for (std::size_t r = 0; r < kQueries; ++r) test::Kernels::prepare_query(view, queries.data() + r * dim, block, r);
+      std::copy(queries.begin(), queries.end(), normal.begin());
+      test::Kernels::prepare_queries(view, block);
       std::vector<float> logits(kQueries * 48, NAN);
       test::Kernels::score(coded.part(), TypeParam::codes(), 1, 3, block, 0, kQueries, factor.data(), logits.data(),
                            48);

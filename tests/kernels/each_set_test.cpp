@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -288,9 +289,12 @@ TYPED_TEST(PerSet, PagesAreScoredTogetherAsOneByOne) {
       const Block queries = gaussian_block(rows, rows, 1, kDim);
       std::vector<float> normal(rows * kDim), rotated(rows * kDim), step(rows), unit(rows), factor(rows, 0.1F);
       std::vector<std::int8_t> planes(rows * kDim * with.query_planes);
-      kernels::QueryBlock block{
-          rows, kDim, normal.data(), rotated.data(), planes.data(), with.query_planes, step.data(), unit.data()};
-      for (std::size_t r = 0; r < rows; ++r) with.prepare_query(detail::view_of(rotation), queries.row(r), block, r);
+      std::vector<std::int32_t> sums(rows * with.query_planes);
+      kernels::QueryBlock block{rows,           kDim,          normal.data(),
+                                rotated.data(), planes.data(), with.query_planes,
+                                step.data(),    unit.data(),   sums.data()};
+      std::copy_n(queries.row(0), normal.size(), normal.begin());
+      with.prepare_queries(detail::view_of(rotation), block);
       std::vector<float> together(rows * kStride, 7), single = together;
       with.score_pages(parts, block, factor.data(), together.data(), kStride);
       for (std::size_t p = 0; p < kPages; ++p) {
@@ -380,41 +384,51 @@ TYPED_TEST(PerSet, StepsAreAccumulatedByTheFormula) {
 TYPED_TEST(PerSet, QueriesHaveThePortableBits) {
   const detail::Operations* portable = tests::find_operations(TQ8::id, Isa::portable);
   const detail::Operations* found = tests::find_operations(TQ8::id, TypeParam::isa);
-  for (const std::size_t dim : {32U, 80U, 128U, 1024U}) {
+  constexpr std::size_t kRows = 101;
+  for (const std::size_t dim : {32U, 64U, 80U, 128U, 256U, 1024U}) {
     const Rotation rotation(dim, dim);
     const kernels::RotationView view = detail::view_of(rotation);
-    Block queries = gaussian_block(dim, 100, 1, dim, 5);
+    Block queries = gaussian_block(dim, kRows, 1, dim, 5);
     // Among them subnormal, huge and zero ones, whose scaling by powers of two must not show.
     for (std::size_t i = 0; i < dim; ++i) {
       queries.row(0)[i] *= 1e-41F, queries.row(1)[i] *= 1e-38F, queries.row(2)[i] *= 1e35F, queries.row(3)[i] = 0;
     }
     for (const unsigned planes : {1U, 2U}) {
+      SCOPED_TRACE(testing::Message() << dim << " coordinates, " << planes << " planes");
       struct Prepared {
-        explicit Prepared(std::size_t dim, unsigned planes) : floats(2 * dim + 2), levels(2 * dim) {
-          block.rows = 1;
-          block.dim = dim;
-          block.plane_count = planes;
-          block.normal = floats.data();
-          block.rotated = floats.data() + dim;
-          block.step = floats.data() + 2 * dim;
-          block.unit = block.step + 1;
-          block.planes = levels.data();
+        Prepared(const Block& queries, std::size_t dim, unsigned planes)
+            : normal(queries.numbers),
+              rotated(kRows * dim),
+              step(kRows),
+              unit(kRows),
+              levels(kRows * planes * dim),
+              sums(kRows * planes) {
+          block = {kRows,  dim,         normal.data(), rotated.data(), levels.data(),
+                   planes, step.data(), unit.data(),   sums.data()};
         }
-        std::vector<float> floats;
+        std::vector<float> normal, rotated, step, unit;
         std::vector<std::int8_t> levels;
+        std::vector<std::int32_t> sums;
         kernels::QueryBlock block;
       };
-      Prepared a(dim, planes), b(dim, planes);
-      for (std::size_t t = 0; t < 100; ++t) {
-        portable->prepare_query(view, queries.row(t), a.block, 0);
-        found->prepare_query(view, queries.row(t), b.block, 0);
-        EXPECT_EQ(a.floats, b.floats) << dim << " query " << t;
-        EXPECT_EQ(a.levels, b.levels) << dim << " query " << t;
+      Prepared a(queries, dim, planes), b(queries, dim, planes);
+      portable->prepare_queries(view, a.block);
+      found->prepare_queries(view, b.block);
+      EXPECT_EQ(a.normal, b.normal);
+      EXPECT_EQ(a.rotated, b.rotated);
+      EXPECT_EQ(a.step, b.step);
+      EXPECT_EQ(a.unit, b.unit);
+      EXPECT_EQ(a.levels, b.levels);
+      EXPECT_EQ(a.sums, b.sums);
+      for (std::size_t t = 0; t < kRows; ++t) {
+        const std::int8_t* plane = b.levels.data() + t * planes * dim;
+        for (std::size_t p = 0; p < planes; ++p) {
+          EXPECT_EQ(b.sums[t * planes + p], std::accumulate(plane + p * dim, plane + (p + 1) * dim, 0));
+        }
         // Half a step, and what rounding adds to it.
-        const float step = *b.block.step;
         for (std::size_t i = 0; i < dim; ++i) {
-          const int level = planes == 1 ? b.levels[i] : b.levels[i] * 128 + b.levels[dim + i];
-          EXPECT_NEAR(step * static_cast<float>(level), b.block.rotated[i], 0.51F * step) << dim << " query " << t;
+          const int level = planes == 1 ? plane[i] : plane[i] * 128 + plane[dim + i];
+          EXPECT_NEAR(b.step[t] * static_cast<float>(level), b.rotated[t * dim + i], 0.51F * b.step[t]) << t;
         }
       }
     }

@@ -67,11 +67,13 @@ TYPED_TEST(Nothing, T04_LogitsOfNoTokensOrNoQueries) {
     const Rotation rotation(1, kDim);
     std::vector<float> normal(3 * kDim), rotated(3 * kDim), step(3), unit(3), factor(3, 1.0F);
     std::vector<std::int8_t> planes(3 * kDim * block.plane_count);
+    std::vector<std::int32_t> sums(3 * block.plane_count);
     block.rows = 3;
     block.normal = normal.data(), block.rotated = rotated.data(), block.planes = planes.data();
-    block.step = step.data(), block.unit = unit.data();
+    block.step = step.data(), block.unit = unit.data(), block.sums = sums.data();
     const tests::Block queries = tests::gaussian_block(1, 3, 1, kDim);
-    for (std::size_t r = 0; r < 3; ++r) with.prepare_query(detail::view_of(rotation), queries.row(r), block, r);
+    std::copy_n(queries.row(0), normal.size(), normal.begin());
+    with.prepare_queries(detail::view_of(rotation), block);
     with.score(empty_part(0), 0, 0, block, 0, 3, factor.data(), logits.data(), 16);
     with.score_raw(nullptr, 0, block, 0, 3, factor.data(), logits.data(), 16);
 

@@ -177,11 +177,12 @@ TEST(Portable, RawTwins) {
     std::vector<float> normal(kRows * dim), rotated(kRows * dim), step(kRows), unit(kRows), factor(kRows),
         logits(kRows * 16, -1);
     std::vector<std::int8_t> planes(kRows * dim);
-    kernels::QueryBlock block{kRows, dim, normal.data(), rotated.data(), planes.data(), 1, step.data(), unit.data()};
-    for (std::size_t r = 0; r < kRows; ++r) {
-      Kernels::prepare_query(view(rotation), q.data() + r * dim, block, r);
-      factor[r] = unit[r];
-    }
+    std::vector<std::int32_t> sums(kRows);
+    kernels::QueryBlock block{kRows, dim,         normal.data(), rotated.data(), planes.data(),
+                              1,     step.data(), unit.data(),   sums.data()};
+    std::copy(q.begin(), q.end(), normal.begin());
+    Kernels::prepare_queries(view(rotation), block);
+    for (std::size_t r = 0; r < kRows; ++r) factor[r] = unit[r];
     Kernels::score_raw(keys.data(), kTokens, block, 1, kRows, factor.data(), logits.data(), 16);
     for (std::size_t r = 1; r < kRows; ++r) {
       for (std::size_t t = 0; t < kTokens; ++t) {

@@ -12,27 +12,11 @@
 #include <utility>
 
 #include <turboquant/attention/batch.hpp>
+#include <turboquant/attention/carver.hpp>
 #include <turboquant/attention/merge.hpp>
 #include <turboquant/attention/view.hpp>
 
 namespace turboquant::detail {
-
-// Hands out aligned pieces of a task's scratch; with a null base it only measures.
-class Carver {
- public:
-  explicit Carver(std::byte* base) : base_(base) {}
-  template <class T>
-  T* take(std::size_t count) {
-    T* piece = base_ != nullptr ? reinterpret_cast<T*>(base_ + used_) : nullptr;
-    used_ += layout::round_up(count * sizeof(T), kCacheLine);
-    return piece;
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  std::byte* base_;
-  std::size_t used_ = 0;
-};
 
 // Keys that one row may read: codes [coded_low, coded_high), raw rows [first_low, first_high) of the first tokens and
 // [tail_low, tail_high).
@@ -46,14 +30,10 @@ struct Partial {
   float* acc;            // [rows][value_dim]
 };
 
-// Rows of values are multiples of 16 long. Loops of a fixed size become vectors at -O2 too.
+// A row of values, a multiple of 16 long. Loops of a fixed size become vectors at -O2 too.
 inline void multiply_row(float* row, std::size_t dim, float factor) {
   for (; dim != 0; dim -= 16, row += 16)
     for (std::size_t i = 0; i < 16; ++i) row[i] *= factor;
-}
-inline void divide_row(float* row, std::size_t dim, float divisor) {
-  for (; dim != 0; dim -= 16, row += 16)
-    for (std::size_t i = 0; i < 16; ++i) row[i] /= divisor;
 }
 
 inline void clear(const Partial& part, std::size_t rows, std::size_t dim) {
@@ -132,7 +112,6 @@ struct RowBlock {
   Partial leaf, raw;
   FoldTree tree;
   bfloat16* staging;  // [16][dim]
-  float* row;         // [dim]
 
   static constexpr std::size_t kChunk = layout::kMaxPageTokens;  // coded tokens per softmax step
   static constexpr std::size_t kMostPages = kChunk / layout::kTileTokens;
@@ -141,7 +120,6 @@ struct RowBlock {
   // `levels` of the tree are enough for split numbers below 2^(levels - 1).
   static RowBlock carve(const Layer& layer, std::size_t rows, std::size_t levels, Carver& carver) {
     const std::size_t key_dim = layer.shape.head_dim, value_dim = layer.shape.value_dim;
-    const std::size_t widest = (std::max)(key_dim, value_dim);
     RowBlock b;
     b.rows = rows;
     b.query.rows = rows;
@@ -152,6 +130,7 @@ struct RowBlock {
     b.query.planes = carver.take<std::int8_t>(rows * key_dim * b.query.plane_count);
     b.query.step = carver.take<float>(rows);
     b.query.unit = carver.take<float>(rows);
+    b.query.sums = carver.take<std::int32_t>(rows * b.query.plane_count);
     b.factor = carver.take<float>(rows);
     b.ranges = carver.take<RowRange>(rows);
     b.positions = carver.take<std::ptrdiff_t>(rows);
@@ -168,8 +147,7 @@ struct RowBlock {
     take(b.leaf);
     take(b.raw);
     for (std::size_t level = 0; level < levels; ++level) take(b.tree.levels[level]);
-    b.staging = carver.take<bfloat16>(layout::kTileTokens * widest);
-    b.row = carver.take<float>(widest);
+    b.staging = carver.take<bfloat16>(layout::kTileTokens * (std::max)(key_dim, value_dim));
     return b;
   }
 };
@@ -225,19 +203,29 @@ struct AttentionJob {
   bool prepare(RowBlock& b, std::size_t kv_head, std::size_t begin, std::size_t end, bool raw_only = false) const {
     take_rows(b, begin, end);
     bool needed = !raw_only;
-    for (std::size_t r = 0; r < b.rows; ++r) {
-      b.positions[r] = position_of(begin + r / group);
-      b.ranges[r] = range(b.positions[r]);
-      b.slopes[r] = params->alibi_slopes.empty() ? 0.0f : params->alibi_slopes[kv_head * group + r % group];
-      needed |= b.ranges[r].first_low < b.ranges[r].first_high || b.ranges[r].tail_low < b.ranges[r].tail_high;
+    for (std::size_t query = begin, r = 0; query < end; ++query) {
+      const std::ptrdiff_t at = position_of(query);
+      const RowRange visible = range(at);
+      needed |= visible.first_low < visible.first_high || visible.tail_low < visible.tail_high;
+      for (std::size_t g = 0; g < group; ++g, ++r) {
+        b.positions[r] = at;
+        b.ranges[r] = visible;
+        b.slopes[r] = params->alibi_slopes.empty() ? 0.0f : params->alibi_slopes[kv_head * group + g];
+      }
     }
-    for (std::size_t r = 0; needed && r < b.rows; ++r) {
-      load_row(item->queries, begin + r / group, kv_head * group + r % group, b.row);
-      operations().prepare_query(view.layer->key_rotation, b.row, b.query, r);
+    if (!needed) return false;
+    float* row = b.query.normal;
+    for (std::size_t query = begin; query < end; ++query) {
+      for (std::size_t g = 0; g < group; ++g, row += b.query.dim) {
+        load_row(item->queries, query, kv_head * group + g, row);
+      }
+    }
+    operations().prepare_queries(view.layer->key_rotation, b.query);
+    for (std::size_t r = 0; r < b.rows; ++r) {
       b.factor[r] = (std::min)(b.query.unit[r] * scale, (std::numeric_limits<float>::max)());
       if (b.factor[r] < 0) b.factor[r] = (std::max)(b.factor[r], (std::numeric_limits<float>::lowest)());
     }
-    return needed;
+    return true;
   }
 
   // logits [low, high) of row r, whose column t is the key at position `origin` + t: soft cap and ALiBi.
@@ -415,7 +403,7 @@ struct AttentionJob {
         multiply_row(acc, dim, factor);
       }
       if (state.sum > 0) {
-        divide_row(acc, dim, state.sum);
+        multiply_row(acc, dim, 1.0f / state.sum);  // a sum is 1 or more: its largest logit counts 1
       } else {
         std::fill_n(acc, dim, 0.0f);
       }

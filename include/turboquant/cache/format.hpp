@@ -83,7 +83,7 @@ struct Operations {
   void (*subtract_center)(float*, std::size_t, const CodedPart&);
   void (*encode_parts)(Side, const float*, std::size_t, std::size_t, std::size_t, const CodedTarget&, std::uint8_t*);
   void (*decode_row)(Side, const CodedPart&, std::size_t, float*);
-  void (*prepare_query)(const RotationView&, const float*, QueryBlock&, std::size_t);
+  void (*prepare_queries)(const RotationView&, QueryBlock&);
   void (*score)(const CodedPart&, std::size_t, std::size_t, const QueryBlock&, std::size_t, std::size_t, const float*,
                 float*, std::size_t);
   void (*score_pages)(std::span<const CodedPart>, const QueryBlock&, const float*, float*, std::size_t);
@@ -148,7 +148,7 @@ inline constexpr Operations kOperations = {
             K::decode_row(side, part, F::value_codec::codes(), token, out);
           }
         },
-    .prepare_query = &K::prepare_query,
+    .prepare_queries = &K::prepare_queries,
     .score =
         [](const CodedPart& part, std::size_t tile_begin, std::size_t tile_end, const QueryBlock& block,
            std::size_t row_begin, std::size_t row_end, const float* factor, float* logits, std::size_t stride) {

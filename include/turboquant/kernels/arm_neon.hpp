@@ -114,9 +114,9 @@ struct NeonKernels : NeonProducts<Unit> {
 
   // ---- queries
 
-  static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r) {
-    Base::prepare_query_by(rotation, q, block, r,
-                           [](const RotationView& v, const float* in, float* out) { rotate(v, in, out); });
+  static void prepare_queries(const RotationView& rotation, QueryBlock& block) {
+    Base::prepare_queries_by(rotation, block,
+                             [](const RotationView& v, const float* in, float* out) { rotate(v, in, out); });
   }
 
   // ---- logits of the raw tail

@@ -81,9 +81,10 @@ struct QueryBlock {
   float* rotated = nullptr;  ///< [rows][dim]: for centres
   std::int8_t* planes =
       nullptr;  ///< [rows][plane_count][dim]: for codes. One plane: rotated ~ step * p0, p0 in [-127, 127].
-  unsigned plane_count = 1;  ///< Two planes: rotated ~ step * (128 p0 + p1), p0 in [-127, 127], p1 in [-64, 63].
-  float* step = nullptr;     ///< [rows]
-  float* unit = nullptr;     ///< [rows], a power of two
+  unsigned plane_count = 1;      ///< Two planes: rotated ~ step * (128 p0 + p1), p0 in [-127, 127], p1 in [-64, 63].
+  float* step = nullptr;         ///< [rows]
+  float* unit = nullptr;         ///< [rows], a power of two
+  std::int32_t* sums = nullptr;  ///< [rows][plane_count]: of the numbers of a plane
 };
 
 /// Running softmax of one query: the largest logit seen and the sum of exp(logit - largest). sum == 0: no key seen yet.

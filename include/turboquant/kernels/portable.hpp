@@ -82,9 +82,10 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
   // ---- queries and logits
   // --------------------------------------------------------------------------------------------
 
-  /// Prepares row r of the block from q [dim]: normalises by a power of two, rotates, rounds to int8 planes.
-  static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r) {
-    prepare_query_by(rotation, q, block, r, &rotate);
+  /// Prepares the rows of the block, whose `normal` holds the queries themselves before: normalises by powers of two,
+  /// rotates, rounds to int8 planes, sums them.
+  static void prepare_queries(const RotationView& rotation, QueryBlock& block) {
+    prepare_queries_by(rotation, block, &rotate);
   }
 
   // ---- for other ISAs, which bring the inner function: the steps and their order are those of all
@@ -107,14 +108,17 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
   }
 
   template <class Rotate>
-  static void prepare_query_by(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r,
-                               Rotate rotate_row) {
+  static void prepare_queries_by(const RotationView& rotation, QueryBlock& block, Rotate rotate_row) {
+    for (std::size_t r = 0; r < block.rows; ++r) prepare_query(rotation, block, r, rotate_row);
+  }
+  template <class Rotate>
+  static void prepare_query(const RotationView& rotation, QueryBlock& block, std::size_t r, Rotate rotate_row) {
     const std::size_t dim = block.dim;  // of its own: what is written as bytes may lie anywhere
     const bool one_plane = block.plane_count == 1;
     float* normal = block.normal + r * dim;
     float* rotated = block.rotated + r * dim;
     std::int8_t* planes = block.planes + r * block.plane_count * dim;
-    block.unit[r] = normalize(q, dim, normal);
+    block.unit[r] = normalize(normal, dim, normal);
     rotate_row(rotation, normal, rotated);
     const float largest = largest_magnitude(rotated, dim);
     const float range = one_plane ? 127.0f : 16319.0f;  // 128 * 127 + 63
@@ -127,13 +131,18 @@ struct PortableKernels : PortableEncoders<Unit>, PortableTrellis<PortableKernels
       for (std::size_t i = 0; i < dim; ++i) {
         planes[i] = static_cast<std::int8_t>((std::min)((std::max)(round_even(scaled[i]), -127), 127));
       }
-      return;
+    } else {
+      for (std::size_t i = 0; i < dim; ++i) {
+        const std::int32_t level = round_even(scaled[i]);
+        const std::int32_t high = (std::min)((std::max)((level + 64) >> 7, -127), 127);
+        planes[i] = static_cast<std::int8_t>(high);
+        planes[dim + i] = static_cast<std::int8_t>((std::min)((std::max)(level - high * 128, -64), 63));
+      }
     }
-    for (std::size_t i = 0; i < dim; ++i) {
-      const std::int32_t level = round_even(scaled[i]);
-      const std::int32_t high = (std::min)((std::max)((level + 64) >> 7, -127), 127);
-      planes[i] = static_cast<std::int8_t>(high);
-      planes[dim + i] = static_cast<std::int8_t>((std::min)((std::max)(level - high * 128, -64), 63));
+    for (std::size_t p = 0; p < block.plane_count; ++p) {
+      std::int32_t sum = 0;
+      for (std::size_t i = 0; i < dim; ++i) sum += planes[p * dim + i];
+      block.sums[r * block.plane_count + p] = sum;
     }
   }
 

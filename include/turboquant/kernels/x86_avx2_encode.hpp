@@ -46,10 +46,9 @@ struct Avx2Encoders : PortableKernels<Unit> {
     Base::rotate_back_by(r, in, out, [](float* x, std::size_t n) { sylvester(x, n); });
   }
 
-  [[gnu::flatten]] static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block,
-                                             std::size_t r) {
-    Base::prepare_query_by(rotation, q, block, r,
-                           [](const RotationView& v, const float* in, float* out) { rotate(v, in, out); });
+  [[gnu::flatten]] static void prepare_queries(const RotationView& rotation, QueryBlock& block) {
+    Base::prepare_queries_by(rotation, block,
+                             [](const RotationView& v, const float* in, float* out) { rotate(v, in, out); });
   }
 
   // ---- encoding

@@ -254,6 +254,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
       s.planes = planes;
       s.rotated = block.rotated + first * block.dim;
       s.step = block.step + first;
+      s.sums = block.sums + first * planes;
       s.factor = factor + first;
       s.logits = logits + (first - row_begin) * stride;
       s.stride = stride;
@@ -277,6 +278,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
     bool plain;                  // all of `after` is 1, and no logit can be infinite
     const float* rotated;
     const float* step;
+    const std::int32_t* sums;
     const float* factor;
     float* logits;
     std::size_t stride;
@@ -290,6 +292,8 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
                          std::size_t tile_end, Scoring& s) {
     if (parts.size() == 1) {
       score_rows<kRows, 1>(parts, reader, tile_begin, tile_end, s);
+    } else if (kRows == 1 && parts.size() <= 4) {
+      score_rows<kRows, 4>(parts, reader, tile_begin, tile_end, s);
     } else {
       score_rows<kRows, 8 / kRows>(parts, reader, tile_begin, tile_end, s);
     }
@@ -299,7 +303,7 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
   static void score_rows(std::span<const CodedPart> parts, const Reader& reader, std::size_t tile_begin,
                          std::size_t tile_end, Scoring& s) {
     constexpr std::size_t kTiles = kRows <= 4 ? 4 : 2;
-    prepare_rows<kRows>(parts[0].dim, s);
+    prepare_rows<kRows>(s);
     for (std::size_t p = 0; p < parts.size(); ++p) {
       const CodedPart& part = parts[p];
       s.distance = s.fetches ? fetch_head(part) : 0;
@@ -314,23 +318,9 @@ struct Avx512Kernels : Avx512Encoders<Unit>, Avx512Softmax<Unit> {
 
   // What all keys share.
   template <std::size_t kRows>
-  [[gnu::flatten]] static void prepare_rows(std::size_t dim, Scoring& s) {
-    __m512i counts[kRows];
-    repeat<kRows>([&](auto v) { counts[v.value] = _mm512_setzero_si512(); });
-    const __m512i offset = _mm512_set1_epi8(static_cast<char>(128));
-    std::size_t i = 0;
-    for (; i + 64 <= dim; i += 64) {
-      repeat<kRows>([&](auto v) {
-        counts[v.value] = _mm512_dpbusd_epi32(counts[v.value], offset, load512(s.queries + v.value * dim + i));
-      });
-    }
-    for (; i < dim; i += 16) {
-      repeat<kRows>([&](auto v) {
-        const __m512i quarter = _mm512_zextsi128_si512(load128(s.queries + v.value * dim + i));
-        counts[v.value] = _mm512_dpbusd_epi32(counts[v.value], offset, quarter);
-      });
-    }
-    const __m256i start = _mm256_sub_epi32(_mm256_setzero_si256(), integer_trees(counts));
+  [[gnu::flatten]] static void prepare_rows(Scoring& s) {
+    const __m256i sums = _mm256_maskz_loadu_epi32(static_cast<__mmask8>((1u << kRows) - 1u), s.sums);
+    const __m256i start = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(sums, 7));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.start), start);
     const auto rows = static_cast<__mmask8>((1u << (s.planes == 2 ? kRows / 2 : kRows)) - 1u);
     const __m256 step = _mm256_maskz_loadu_ps(rows, s.step), factor = _mm256_maskz_loadu_ps(rows, s.factor);

@@ -55,33 +55,12 @@ struct Avx512Encoders : PortableKernels<Unit> {
     scale_back<true>(r.signs, r.dim, out, back);
   }
 
-  static void prepare_query(const RotationView& rotation, const float* q, QueryBlock& block, std::size_t r) {
-    float* normal = block.normal + r * block.dim;
-    float* rotated = block.rotated + r * block.dim;
-    std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
-    block.unit[r] = normalize<false>(q, nullptr, block.dim, normal);
-    // As rotate, without its scaling by powers of two: it would change no bit of what lies between 1 and 2.
-    for (std::size_t i = 0; i < block.dim; i += 16) {
-      _mm512_storeu_ps(rotated + i, _mm512_mul_ps(_mm512_loadu_ps(normal + i), _mm512_loadu_ps(rotation.signs + i)));
-    }
-    Base::transform(rotation, rotated, false, [](float* x, std::size_t n) { sylvester(x, n); });
-    scale_back<false>(nullptr, block.dim, rotated, 1.0f);
-    const float largest = largest_magnitude(rotated, block.dim);
-    const float range = block.plane_count == 1 ? 127.0f : 16319.0f;  // as the portable one
-    block.step[r] = largest / range;
-    const __m512 inverse = _mm512_set1_ps(largest > 0 ? range / largest : 0.0f);
-    const __m512i least = _mm512_set1_epi32(-127), most = _mm512_set1_epi32(127);
-    for (std::size_t i = 0; i < block.dim; i += 16) {
-      const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(rotated + i), inverse));
-      const __m512i one =
-          block.plane_count == 1 ? level : _mm512_srai_epi32(_mm512_add_epi32(level, _mm512_set1_epi32(64)), 7);
-      const __m512i high = _mm512_min_epi32(_mm512_max_epi32(one, least), most);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(planes + i), _mm512_cvtepi32_epi8(high));
-      if (block.plane_count == 1) continue;
-      const __m512i rest = _mm512_sub_epi32(level, _mm512_slli_epi32(high, 7));
-      const __m512i low = _mm512_min_epi32(_mm512_max_epi32(rest, _mm512_set1_epi32(-64)), _mm512_set1_epi32(63));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(planes + block.dim + i), _mm512_cvtepi32_epi8(low));
-    }
+  static void prepare_queries(const RotationView& rotation, QueryBlock& block) {
+    const bool fits = rotation.order == 1 && block.plane_count == 1;
+    std::size_t r = 0;
+    if (fits && block.dim == 64) prepare_rows<4>(rotation, block, r);
+    if (fits && block.dim == 128) prepare_rows<8>(rotation, block, r);
+    for (; r < block.rows; ++r) prepare_query(rotation, block, r);
   }
 
   // ---- encoding
@@ -349,6 +328,118 @@ struct Avx512Encoders : PortableKernels<Unit> {
     Base::forget(x);
   }
 
+  // One query, whatever its size and its planes.
+  static void prepare_query(const RotationView& rotation, QueryBlock& block, std::size_t r) {
+    float* normal = block.normal + r * block.dim;
+    float* rotated = block.rotated + r * block.dim;
+    std::int8_t* planes = block.planes + r * block.plane_count * block.dim;
+    block.unit[r] = normalize<false>(normal, nullptr, block.dim, normal);
+    // As rotate, without its scaling by powers of two: it would change no bit of what lies between 1 and 2.
+    for (std::size_t i = 0; i < block.dim; i += 16) {
+      _mm512_storeu_ps(rotated + i, _mm512_mul_ps(_mm512_loadu_ps(normal + i), _mm512_loadu_ps(rotation.signs + i)));
+    }
+    Base::transform(rotation, rotated, false, [](float* x, std::size_t n) { sylvester(x, n); });
+    scale_back<false>(nullptr, block.dim, rotated, 1.0f);
+    const float largest = largest_magnitude(rotated, block.dim);
+    const float range = block.plane_count == 1 ? 127.0f : 16319.0f;  // as the portable one
+    block.step[r] = largest / range;
+    const __m512 inverse = _mm512_set1_ps(largest > 0 ? range / largest : 0.0f);
+    const __m512i least = _mm512_set1_epi32(-127), most = _mm512_set1_epi32(127);
+    __m512i sum = _mm512_setzero_si512(), low_sum = sum;
+    for (std::size_t i = 0; i < block.dim; i += 16) {
+      const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(rotated + i), inverse));
+      const __m512i one =
+          block.plane_count == 1 ? level : _mm512_srai_epi32(_mm512_add_epi32(level, _mm512_set1_epi32(64)), 7);
+      const __m512i high = _mm512_min_epi32(_mm512_max_epi32(one, least), most);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(planes + i), _mm512_cvtepi32_epi8(high));
+      sum = _mm512_add_epi32(sum, high);
+      if (block.plane_count == 1) continue;
+      const __m512i rest = _mm512_sub_epi32(level, _mm512_slli_epi32(high, 7));
+      const __m512i low = _mm512_min_epi32(_mm512_max_epi32(rest, _mm512_set1_epi32(-64)), _mm512_set1_epi32(63));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(planes + block.dim + i), _mm512_cvtepi32_epi8(low));
+      low_sum = _mm512_add_epi32(low_sum, low);
+    }
+    block.sums[r * block.plane_count] = _mm512_reduce_add_epi32(sum);
+    if (block.plane_count == 2) block.sums[2 * r + 1] = _mm512_reduce_add_epi32(low_sum);
+  }
+  // Queries of one plane that fit into registers, two at a time: every step of one waits for the step before it, which
+  // leaves room for another.
+  template <std::size_t kVectors>
+  static void prepare_rows(const RotationView& rotation, QueryBlock& block, std::size_t& r) {
+    for (; r + 2 <= block.rows; r += 2) prepare_vectors<kVectors, 2>(rotation, block, r);
+    if (r < block.rows) prepare_vectors<kVectors, 1>(rotation, block, r++);
+  }
+  template <std::size_t kVectors, std::size_t kRows>
+  [[gnu::flatten]] static void prepare_vectors(const RotationView& rotation, QueryBlock& block, std::size_t r) {
+    constexpr std::size_t kDim = 16 * kVectors;
+    float* normal = block.normal + r * kDim;
+    float* rotated = block.rotated + r * kDim;
+    std::int8_t* plane = block.planes + r * kDim;
+    __m512 v[kRows][kVectors], by[kRows];
+    TURBOQUANT_UNROLL
+    for (std::size_t n = 0; n < kRows; ++n) {
+      TURBOQUANT_UNROLL
+      for (std::size_t k = 0; k < kVectors; ++k) v[n][k] = _mm512_loadu_ps(normal + n * kDim + 16 * k);
+      // As normalize, by exponents with their offset of 127.
+      const __m512i exponent = _mm512_srli_epi32(largest_magnitude(v[n]), 23);
+      const __m512i up = _mm512_min_epi32(_mm512_max_epi32(exponent, _mm512_set1_epi32(1)), _mm512_set1_epi32(253));
+      by[n] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254), up), 23));
+      _mm_store_ss(block.unit + r + n, _mm512_castps512_ps128(_mm512_castsi512_ps(_mm512_slli_epi32(up, 23))));
+    }
+    TURBOQUANT_UNROLL
+    for (std::size_t n = 0; n < kRows; ++n) {
+      TURBOQUANT_UNROLL
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        v[n][k] = _mm512_mul_ps(v[n][k], by[n]);
+        _mm512_storeu_ps(normal + n * kDim + 16 * k, v[n][k]);
+        v[n][k] = _mm512_mul_ps(v[n][k], _mm512_loadu_ps(rotation.signs + 16 * k));
+      }
+      transform_registers(v[n]);
+    }
+    const __m512 norm = _mm512_set1_ps(1.0f / std::sqrt(static_cast<float>(kDim))), range = _mm512_set1_ps(127.0f);
+    TURBOQUANT_UNROLL
+    for (std::size_t n = 0; n < kRows; ++n) {
+      TURBOQUANT_UNROLL
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        v[n][k] = _mm512_mul_ps(v[n][k], norm);
+        _mm512_storeu_ps(rotated + n * kDim + 16 * k, v[n][k]);
+      }
+      const __m512 largest = _mm512_castsi512_ps(largest_magnitude(v[n]));
+      _mm_store_ss(block.step + r + n, _mm512_castps512_ps128(_mm512_div_ps(largest, range)));
+      by[n] = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, _mm512_setzero_ps(), _CMP_GT_OQ), range, largest);
+    }
+    TURBOQUANT_UNROLL
+    for (std::size_t n = 0; n < kRows; ++n) {
+      __m512i sum = _mm512_setzero_si512();
+      TURBOQUANT_UNROLL
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(v[n][k], by[n]));
+        const __m512i bound =
+            _mm512_min_epi32(_mm512_max_epi32(level, _mm512_set1_epi32(-127)), _mm512_set1_epi32(127));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(plane + n * kDim + 16 * k), _mm512_cvtepi32_epi8(bound));
+        sum = _mm512_add_epi32(sum, bound);
+      }
+      block.sums[r + n] = _mm512_reduce_add_epi32(sum);
+    }
+  }
+  // Of all lanes, in all lanes, as bits.
+  template <std::size_t kVectors>
+  static __m512i largest_magnitude(const __m512 (&v)[kVectors]) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512i most[kVectors];
+    TURBOQUANT_UNROLL
+    for (std::size_t k = 0; k < kVectors; ++k) most[k] = _mm512_and_si512(_mm512_castps_si512(v[k]), magnitude);
+    TURBOQUANT_UNROLL
+    for (std::size_t left = kVectors; left > 1; left /= 2) {
+      TURBOQUANT_UNROLL
+      for (std::size_t k = 0; k < left / 2; ++k) most[k] = _mm512_max_epu32(most[k], most[k + left / 2]);
+    }
+    __m512i all = _mm512_max_epu32(most[0], _mm512_shuffle_i64x2(most[0], most[0], 0x4e));
+    all = _mm512_max_epu32(all, _mm512_shuffle_i64x2(all, all, 0xb1));
+    all = _mm512_max_epu32(all, _mm512_shuffle_epi32(all, _MM_PERM_BADC));
+    return _mm512_max_epu32(all, _mm512_shuffle_epi32(all, _MM_PERM_CDAB));
+  }
+
   // In-place Walsh-Hadamard transform, butterflies of growing distance, as the portable one: 128 values at a time in
   // registers.
   static void sylvester(float* x, std::size_t n) {
@@ -374,8 +465,15 @@ struct Avx512Encoders : PortableKernels<Unit> {
   static void transform_vectors(float* x) {
     __m512 v[kVectors];
     TURBOQUANT_UNROLL
+    for (std::size_t k = 0; k < kVectors; ++k) v[k] = _mm512_loadu_ps(x + 16 * k);
+    transform_registers(v);
+    TURBOQUANT_UNROLL
+    for (std::size_t k = 0; k < kVectors; ++k) _mm512_storeu_ps(x + 16 * k, v[k]);
+  }
+  template <std::size_t kVectors>
+  static void transform_registers(__m512 (&v)[kVectors]) {
+    TURBOQUANT_UNROLL
     for (std::size_t k = 0; k < kVectors; ++k) {
-      v[k] = _mm512_loadu_ps(x + 16 * k);
       v[k] = butterfly(v[k], _mm512_permute_ps(v[k], 0xb1), 0xaaaa);
       v[k] = butterfly(v[k], _mm512_permute_ps(v[k], 0x4e), 0xcccc);
       v[k] = butterfly(v[k], _mm512_shuffle_f32x4(v[k], v[k], 0xb1), 0xf0f0);
@@ -384,8 +482,7 @@ struct Avx512Encoders : PortableKernels<Unit> {
     cross<1>(v);
     cross<2>(v);
     cross<4>(v);
-    TURBOQUANT_UNROLL
-    for (std::size_t k = 0; k < kVectors; ++k) _mm512_storeu_ps(x + 16 * k, v[k]);
+    cross<8>(v);
   }
   // v + other; where `second` is set, v is the second of a pair: other - v. A product with 1 or -1 is exact.
   static __m512 butterfly(__m512 v, __m512 other, __mmask16 second) {
