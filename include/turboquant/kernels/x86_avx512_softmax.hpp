@@ -110,19 +110,23 @@ struct Avx512Tools : Avx512Loads<Unit> {
     return _mm512_castsi512_si256(_mm512_castps_si512(join_rows(bits, IntegerPlus())));
   }
 
-  // exp(x) of x <= 0, sixteen at a time, as 2^t: of the fraction of t by a polynomial that is exact at 0. Off by less
-  // than 2e-7 of the result, and by 6e-8 |x| of it more as t is rounded. Zero below -87, as
-  // PortableKernels::exp_negative.
+  // exp(x) of x <= 0, sixteen at a time, as 2^r 2^f: r the multiple of 1/32 next to x log2(e), 2^(r - floor(r)) from a
+  // table, 2^f - 1 by a polynomial that is 0 at 0. Off by less than 2e-7 of the result, and by 2e-8 |x| of it more, as
+  // log2(e) is rounded. Zero below -87, as PortableKernels::exp_negative.
   static __m512 exp_negative16(__m512 x) {
-    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    const __m512 f = _mm512_reduce_ps(t, 0x09);  // t less its floor
-    __m512 y = _mm512_set1_ps(1.86713005e-3f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.01703071e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.57999127e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40164444e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93151295e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ), y, t);
+    const __m512 low = _mm512_setr_ps(1.0f, 1.0218972f, 1.04427373f, 1.06714046f, 1.09050775f, 1.1143868f, 1.13878858f,
+                                      1.1637249f, 1.18920708f, 1.21524739f, 1.24185777f, 1.26905096f, 1.29683959f,
+                                      1.32523668f, 1.35425556f, 1.38390994f);
+    const __m512 high = _mm512_setr_ps(1.41421354f, 1.44518077f, 1.47682619f, 1.50916445f, 1.54221082f, 1.5759809f,
+                                       1.61049032f, 1.64575553f, 1.68179286f, 1.71861935f, 1.75625217f, 1.79470909f,
+                                       1.8340081f, 1.87416768f, 1.91520655f, 1.95714414f);
+    const __m512 by = _mm512_set1_ps(1.44269504f), shift = _mm512_set1_ps(0x1.8p18f);
+    const __m512 shifted = _mm512_fmadd_ps(x, by, shift);  // its last bits count in 1/32
+    const __m512 r = _mm512_sub_ps(shifted, shift), f = _mm512_fmsub_ps(x, by, r);
+    const __m512 power = _mm512_permutex2var_ps(low, _mm512_castps_si512(shifted), high);
+    const __m512 slope = _mm512_fmadd_ps(f, _mm512_set1_ps(2.40226507e-1f), _mm512_set1_ps(6.93157344e-1f));
+    const __m512 y = _mm512_fmadd_ps(power, _mm512_mul_ps(f, slope), power);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ), y, r);
   }
 };
 
@@ -177,7 +181,11 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     for (std::size_t k = 0; k < parts.size(); ++k) {
       sums[k * sum_stride].coefficient = _mm512_cvtss_f32(units.coefficient);
     }
-    write_weights(products, begin, end, units.down, units.by, weights);
+    if (units.plain != 0) {
+      write_weights<true>(products, begin, end, units.down, units.by, weights);
+    } else {
+      write_weights<false>(products, begin, end, units.down, units.by, weights);
+    }
   }
 
   static void soften_rows(std::span<const CodedPart> parts, std::size_t begin, std::size_t end, std::size_t rows,
@@ -226,9 +234,10 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     Tools::template repeat<N>(visit);
   }
 
-  // What weights of rows are counted in, from the largest products.
+  // What weights of rows are counted in, from the largest products: weight = product * down * by.
   struct Units {
     __m512 coefficient, down, by;
+    __mmask16 plain;  // rows whose `by` alone has the bits of both: they are multiplied once
 
     explicit Units(__m512 largest) {
       const __m512 range = _mm512_set1_ps(static_cast<float>(kWeightMax));
@@ -240,12 +249,19 @@ struct Avx512Softmax : Avx512Tools<Unit> {
       down = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254), bound), 23));
       by = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, _mm512_setzero_ps(), _CMP_GT_OQ), range,
                                _mm512_mul_ps(largest, down));
+      // Then neither products nor their multiples that round to a weight are subnormal, nor is anything too large.
+      plain = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(0x1p-80f), _CMP_GE_OQ) &
+              _mm512_cmp_ps_mask(largest, _mm512_set1_ps(0x1p80f), _CMP_LE_OQ);
+      by = _mm512_mask_mul_ps(by, plain, by, down);
     }
   };
+  template <bool kPlain>
   [[gnu::always_inline]] static void write_weights(const float* products, std::size_t begin, std::size_t end,
                                                    __m512 down, __m512 by, std::int16_t* weights) {
     const auto whole = [&](std::size_t c, __m512i& w) {
-      w = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(products + c), down), by));
+      __m512 x = _mm512_loadu_ps(products + c);
+      if constexpr (!kPlain) x = _mm512_mul_ps(x, down);
+      w = _mm512_cvtps_epi32(_mm512_mul_ps(x, by));
     };
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     __m512i a, b;
@@ -318,7 +334,12 @@ struct Avx512Softmax : Avx512Tools<Unit> {
     for (std::size_t r = 0; r < rows; ++r) {
       const float* row = s.logits + r * stride;
       std::int16_t* to = s.weights + r * stride;
-      write_weights(row, begin, end, _mm512_set1_ps(downs[r]), _mm512_set1_ps(bys[r]), to);
+      const __m512 by = _mm512_set1_ps(bys[r]);
+      if ((units.plain >> r & 1u) != 0) {
+        write_weights<true>(row, begin, end, by, by, to);
+      } else {
+        write_weights<false>(row, begin, end, _mm512_set1_ps(downs[r]), by, to);
+      }
       WeightSums* to_sums = s.sums + r;
       for (std::size_t k = 0; k < s.parts; ++k, to_sums += s.sum_stride) alone(to_sums)->coefficient = coefficients[r];
     }
