@@ -1,6 +1,7 @@
 // Engines with threads: executors and AttentionPlan give the serial results bit for bit, and a dropped plan is no plan.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -386,6 +387,23 @@ TEST(Slots, MoreThreadsThanSlotsWait) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(done, 16 * 200);
   EXPECT_LE(most, 2);
+}
+
+TEST(Slots, AThreadGetsItsOwnAgain) {
+  turboquant::detail::Slots slots;
+  slots.reset(3);
+  const std::size_t mine = slots.claim();
+  std::size_t others[2];
+  std::thread([&] {
+    for (std::size_t& other : others) other = slots.claim();
+  }).join();
+  EXPECT_EQ(mine + others[0] + others[1], 3U);
+  EXPECT_EQ((std::max)({mine, others[0], others[1]}), 2U);
+  for (const std::size_t other : others) slots.release(other);
+  for (int round = 0; round < 3; ++round) {
+    slots.release(mine);
+    ASSERT_EQ(slots.claim(), mine);
+  }
 }
 
 TEST(Plan, OfNothing) {

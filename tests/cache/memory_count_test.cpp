@@ -16,6 +16,8 @@ constexpr std::size_t kHeader = 64;
 
 std::atomic<std::size_t> small_bytes{0}, slab_bytes{0}, slabs{0};
 
+std::atomic<std::size_t> taken{0};  // blocks, since the start
+
 // In front of every block.
 struct Note {
   std::size_t bytes;
@@ -31,6 +33,7 @@ void* tests::take_block(std::size_t bytes, std::size_t alignment) noexcept {
   *reinterpret_cast<Note*>(memory + front - sizeof(Note)) = {bytes, memory};
   (bytes >= kSlab ? slab_bytes : small_bytes) += bytes;
   if (bytes >= kSlab) ++slabs;
+  ++taken;
   return memory + front;
 }
 void tests::give_block(void* memory) noexcept {
@@ -44,6 +47,7 @@ void tests::give_block(void* memory) noexcept {
 namespace {
 
 using namespace tests;
+using turboquant::BatchItem;
 using turboquant::CacheConfig;
 using turboquant::KVCache;
 using turboquant::MemoryUse;
@@ -76,7 +80,7 @@ TEST(MemoryCount, R05_BytesAreThoseThatAreHeld) {
       // sequence have their length in front.
       const std::size_t notes = slabs * (sizeof(turboquant::detail::Slab) + 64 * sizeof(turboquant::detail::Block)) +
                                 2 * kSequences * sizeof(std::size_t),
-                        counted = small_bytes - small_before, told = use.table_bytes - tables_before;
+                        counted = small_bytes - small_before, told = use.table_bytes + use.work_bytes - tables_before;
       EXPECT_LE(told, counted) << n;
       EXPECT_LE(counted, told + notes) << n;
       // Bits per number, of keys and values both.
@@ -93,6 +97,55 @@ TEST(MemoryCount, R05_BytesAreThoseThatAreHeld) {
     EXPECT_EQ(slab_bytes, cache.memory().slab_bytes);
   }
   EXPECT_EQ(slab_bytes, 0U);
+}
+
+// Calls like the one before them ask for no memory, but for those that begin a page or a tile. What a large call needs
+// does not stay.
+TEST(MemoryCount, LikeCallsTakeNothing) {
+  constexpr std::size_t kTokens = 300, kHeads = 2, kDim = 128;
+  CacheConfig config;
+  config.layers[0].kv_heads = kHeads;
+  KVCache<turboquant::TQ4> cache(config);
+  SequenceId id;
+  ASSERT_OK(cache.create_sequence(id));
+  const Block rows = gaussian_block(1, kTokens, kHeads, kDim), queries = gaussian_block(2, 4, 2 * kHeads, kDim);
+  ASSERT_OK(append_only(cache, 0, id, rows, rows));
+  ASSERT_GT(cache.memory().work_bytes, 0U);
+  Block out(4, 2 * kHeads, kDim);
+  std::vector<float> scores(4 * 2 * kHeads * kTokens);
+  BatchItem item;
+  item.sequence = id;
+  item.queries = queries.rows();
+  item.out = out.rows();
+  const auto attend = [&] { return turboquant::attend(cache, 0, {&item, 1}); };
+  const auto score = [&] { return turboquant::logits(cache, 0, id, queries.rows(), scores.data()); };
+  ASSERT_OK(attend());
+  ASSERT_OK(score());
+  const std::size_t before = taken, kept = cache.memory().work_bytes;
+  for (int call = 0; call < 3; ++call) {
+    ASSERT_OK(attend());
+    ASSERT_OK(score());
+  }
+  EXPECT_EQ(taken, before);
+  EXPECT_EQ(cache.memory().work_bytes, kept);
+  // One that fails leaves what there was.
+  item.queries.heads = 3;
+  EXPECT_FALSE(attend().code == turboquant::Status::ok);
+  EXPECT_EQ(taken, before);
+  EXPECT_EQ(cache.memory().work_bytes, kept);
+
+  const Block many = gaussian_block(3, 64, 2 * kHeads, kDim);
+  Block many_out(64, 2 * kHeads, kDim);
+  item.queries = many.rows();
+  item.out = many_out.rows();
+  for (int call = 0; call < 2; ++call) {
+    const std::size_t so_far = taken;
+    ASSERT_OK(turboquant::attend(cache, 0, {&item, 1}, {}, [](std::size_t tasks, auto&& body) {
+      for (std::size_t i = 0; i < tasks; ++i) body(i);
+    }));
+    EXPECT_GT(taken, so_far);
+    EXPECT_LE(cache.memory().work_bytes, (std::size_t{1} << 20) + (std::size_t{1} << 16));
+  }
 }
 
 // A page of 1.1 MiB leaves no room in a slab that none of its kind could use.

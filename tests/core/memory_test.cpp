@@ -131,6 +131,38 @@ TEST(Memory, ScratchIsAlignedAndReleased) {
   EXPECT_EQ(mismatched, 0);
 }
 
+TEST(Memory, ScratchGrows) {
+  {
+    tq::Scratch scratch;
+    EXPECT_FALSE(scratch);
+    EXPECT_EQ(scratch.size(), 0u);
+    ASSERT_TRUE(scratch.reserve(0));
+    EXPECT_TRUE(scratch);
+    ASSERT_TRUE(scratch.reserve(1000));
+    EXPECT_EQ(scratch.size(), 1000u);
+    std::memset(scratch.get(), 1, 1000);
+    const std::byte* memory = scratch.get();
+    ASSERT_TRUE(scratch.reserve(999));
+    EXPECT_EQ(scratch.get(), memory);
+    EXPECT_EQ(scratch.size(), 1000u);
+    EXPECT_EQ(live.size(), 1u);
+    refuse = true;
+    const bool grew = scratch.reserve(1001);
+    refuse = false;
+    EXPECT_FALSE(grew);
+    EXPECT_FALSE(scratch);
+    EXPECT_EQ(scratch.size(), 0u);
+    EXPECT_TRUE(live.empty());
+    ASSERT_TRUE(scratch.reserve(10));
+    scratch.release();
+    EXPECT_FALSE(scratch);
+    EXPECT_TRUE(live.empty());
+    ASSERT_TRUE(scratch.reserve(10));
+  }
+  EXPECT_TRUE(live.empty());
+  EXPECT_EQ(mismatched, 0);
+}
+
 TEST(Memory, NoSourceByDefault) {
   const tq::MemorySource source;
   EXPECT_EQ(source.context, nullptr);

@@ -32,12 +32,12 @@ std::size_t needed_slots(std::size_t slots) {
 }
 
 template <class E>
-Status run_plan(const AttentionPlan& step, E&& executor) {
-  const Scratch workspace(PlanAccess::workspace_bytes(step, needed_slots<E>(Slots::kMost)));
-  if (!workspace) return {Status::out_of_memory, "workspace"};
+Status run_plan(AttentionPlan& step, E&& executor) {
+  std::byte* workspace = PlanAccess::scratch(step, PlanAccess::limit_slots(step, needed_slots<E>(Slots::kMost)));
+  if (workspace == nullptr) return {Status::out_of_memory, "workspace"};
   const std::size_t phases = step.phases();
   for (std::size_t phase = 0; phase < phases; ++phase) {
-    executor(step.tasks(phase), [&, phase](std::size_t task) { step.run(phase, task, workspace.get()); });
+    executor(step.tasks(phase), [&, phase](std::size_t task) { step.run(phase, task, workspace); });
   }
   return {};
 }
@@ -47,13 +47,17 @@ Status run_plan(const AttentionPlan& step, E&& executor) {
 /// Appends the new tokens of all items to one layer and computes the attention of all queries, on the codes. All items
 /// or, on failure, none. All appends precede all reads; a sequence has at most one appending item, attend-only items
 /// may repeat it. What a query sees depends on its position, the tokens and the configuration alone, not on how calls
-/// were split. Errors as for plan; out_of_memory also if there is no memory for the workspace.
+/// were split. Up to 1 MiB of work space stays with the cache, so that a call which is like the one before it, and
+/// begins no page, allocates nothing. Errors as for plan; out_of_memory also if there is no memory for the workspace.
 template <class... F, class E = Serial>
 Status attend(KVCache<F...>& cache, std::size_t layer, std::span<const BatchItem> batch,
               const AttentionParams& params = {}, E&& executor = {}) {
-  AttentionPlan step;
-  if (const Status status = plan(cache, layer, batch, params, step); status.code != Status::ok) return status;
-  return detail::run_plan(step, executor);
+  const detail::CacheCore& core = detail::CacheAccess::core(cache);
+  AttentionPlan step = detail::PlanAccess::take(core);
+  Status status = plan(cache, layer, batch, params, step);
+  if (status.code == Status::ok) status = detail::run_plan(step, executor);
+  detail::PlanAccess::keep(core, step);
+  return status;
 }
 
 namespace detail {
@@ -163,17 +167,19 @@ Status logits(const CacheCore& core, SequenceId id, std::size_t layer_index, con
   Carver measure(nullptr);
   (void)RowBlock::carve(layer, job.group, 0, measure);
   const std::size_t slot_count = needed_slots<E>((std::min)(tasks, Slots::kMost));
-  Slots slots;
+  AttentionPlan memory = PlanAccess::take(core);
+  std::byte* workspace = PlanAccess::scratch(memory, measure.used() * slot_count);
+  if (workspace == nullptr) return {Status::out_of_memory, "workspace"};
+  Slots& slots = PlanAccess::slots(memory);
   slots.reset(slot_count);
-  const Scratch workspace(measure.used() * slot_count);
-  if (!workspace) return {Status::out_of_memory, "workspace"};
   executor(tasks, [&](std::size_t task) {
     const std::size_t slot = slots.claim();
-    Carver carver(workspace.get() + slot * measure.used());
+    Carver carver(workspace + slot * measure.used());
     RowBlock block = RowBlock::carve(layer, job.group, 0, carver);
     score_all(job, block, task % layer.shape.kv_heads, task / layer.shape.kv_heads, out);
     slots.release(slot);
   });
+  PlanAccess::keep(core, memory);
   return {};
 }
 

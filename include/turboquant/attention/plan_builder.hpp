@@ -16,11 +16,31 @@ namespace turboquant::detail {
 
 // Builds plans; for the functions of attention/attend.hpp and pages.hpp.
 struct PlanAccess {
-  // Bytes that `run` needs if no more than `slots` tasks run at once.
-  static std::size_t workspace_bytes(const AttentionPlan& plan, std::size_t slots) noexcept {
+  // The memory of an earlier call over this cache, if there is some; see keep.
+  static AttentionPlan take(const CacheCore& core) noexcept {
+    AttentionPlan plan;
+    plan.state_.reset(static_cast<PlanState*>(core.spare().take()));
+    return plan;
+  }
+  // Leaves the plan's memory to a later call.
+  static void keep(const CacheCore& core, AttentionPlan& plan) noexcept {
+    if (plan.state_) PlanState::leave(core, std::move(plan.state_));
+  }
+  // Work space that lives as long as the plan; null without memory.
+  static std::byte* scratch(AttentionPlan& plan, std::size_t bytes) noexcept {
+    if (!plan.state_) plan.state_.reset(new (std::nothrow) State);
+    return plan.state_ && plan.state_->scratch.reserve(bytes) ? plan.state_->scratch.get() : nullptr;
+  }
+  // Requires scratch.
+  static Slots& slots(AttentionPlan& plan) noexcept { return plan.state_->slots; }
+
+  // Lets no more than `slots` tasks run at once. Returns the bytes that `run` needs then.
+  static std::size_t limit_slots(AttentionPlan& plan, std::size_t slots) noexcept {
     if (!plan.state_) return 0;
     const State& state = *plan.state_;
-    return state.slots_begin + state.slot_bytes * (std::min)(slots, state.slot_count);
+    const std::size_t count = (std::min)(slots, state.slot_count);
+    state.slots.reset(count);
+    return state.slots_begin + state.slot_bytes * count;
   }
 
   static Status plan(CacheCore& core, std::size_t layer_index, std::span<const BatchItem> batch,
@@ -108,17 +128,10 @@ struct PlanAccess {
     const Layer& layer = *state.layer;
     const Status rows = check_new_rows(layer.shape, from.keys, from.values);
     if (rows.code != Status::ok) return rows;
-    Item planned{};
-    planned.item.queries = from.queries;
-    planned.item.out = from.out;
-    planned.item.lse = from.lse;
-    planned.item.position = from.position;
-    planned.item.key_begin = from.key_begin;
-    planned.item.key_end = from.key_end;
-    if (const Status status = check_queries(state, planned); status.code != Status::ok) return status;
-    planned.first_view = state.page_views.size();
-    planned.views = from.pages.size();
+    if (const Status status = check_queries(state, from); status.code != Status::ok) return status;
+    const std::size_t first_view = state.page_views.size();
     if (!state.page_views.reserve_more(from.pages.size())) return {Status::out_of_memory, "plan"};
+    std::size_t before = 0;
     for (const PageSpan& span : from.pages) {
       if (span.page == nullptr) return {Status::bad_shape, "pages.page"};
       const std::size_t room = layer.page_shape.tokens;
@@ -126,15 +139,24 @@ struct PlanAccess {
       if (span.count == 0 || span.count > room - span.first) {
         return Core::bad_shape("pages.count", room - span.first, span.count);
       }
-      (void)state.page_views.push_back({span.page, planned.before, span.first, span.count});
-      planned.before += span.count;
+      (void)state.page_views.push_back({span.page, before, span.first, span.count});
+      before += span.count;
     }
+    Item& planned = add_item(state, from.queries);
+    planned.item.queries = from.queries;
+    planned.item.out = from.out;
+    planned.item.lse = from.lse;
+    planned.item.position = from.position;
+    planned.item.key_begin = from.key_begin;
+    planned.item.key_end = from.key_end;
+    planned.first_view = first_view;
+    planned.views = from.pages.size();
     planned.state = &state.outside[index];
-    planned.state->base = planned.state->tail_begin = planned.state->held_begin = planned.before;
+    planned.state->base = planned.state->tail_begin = planned.state->held_begin = before;
     planned.keys_behind = from.keys;
     planned.values_behind = from.values;
-    planned.after = planned.before + from.keys.tokens;
-    (void)state.items.push_back(planned);  // reserved
+    planned.before = before;
+    planned.after = before + from.keys.tokens;
     return {};
   }
 
@@ -164,11 +186,10 @@ struct PlanAccess {
     return check_rows(values, kValueFields, shape.kv_heads, shape.value_dim);
   }
 
-  static Status check_queries(const State& state, Item& planned) noexcept {
+  template <class AnyItem>
+  static Status check_queries(const State& state, const AnyItem& item) noexcept {
     const LayerShape& shape = state.layer->shape;
-    const BatchItem& item = planned.item;
     const ConstRows& queries = item.queries;
-    planned.group = 1;
     if (queries.tokens == 0)
       return item.out.tokens != 0 ? Core::bad_shape("queries.tokens", item.out.tokens, 0) : Status{};
     if (queries.heads == 0 || queries.heads % shape.kv_heads != 0) {
@@ -184,9 +205,16 @@ struct PlanAccess {
                                        std::pair{state.params.sink_logits, "params.sink_logits"}}) {
       if (!values.empty() && values.size() != queries.heads) return Core::bad_shape(name, queries.heads, values.size());
     }
-    planned.group = queries.heads / shape.kv_heads;
-    planned.heads = queries.heads;
     return {};
+  }
+
+  // A new item, for which there is room, with what follows from its queries.
+  static Item& add_item(State& state, const ConstRows& queries) noexcept {
+    (void)state.items.resize(state.items.size() + 1);
+    Item& planned = state.items.back();
+    planned.group = queries.tokens != 0 ? queries.heads / state.layer->shape.kv_heads : 1;
+    planned.heads = queries.tokens != 0 ? queries.heads : 0;
+    return planned;
   }
 
   // Checks shapes, adds the item and, if it appends, marks its sequence.
@@ -198,20 +226,19 @@ struct PlanAccess {
       return {Status::bad_shape, sequence->pending == &state ? "sequence appears twice" : "pending plan"};
     }
     if (const Status status = check_new_rows(shape, item.keys, item.values); status.code != Status::ok) return status;
-    Item planned{};
+    if (const Status status = check_queries(state, item); status.code != Status::ok) return status;
+    if (const Status status = check_tree(state, item); status.code != Status::ok) return status;
+    LayerState& layer_state = sequence->layers[layer_index];
+    const std::size_t before = layer_state.length;
+    if (item.keys.tokens > kMostTokens - before) {
+      return Core::bad_shape("keys.tokens", kMostTokens - before, item.keys.tokens);
+    }
+    Item& planned = add_item(state, item.queries);
     planned.item = item;
-    if (const Status status = check_queries(state, planned); status.code != Status::ok) return status;
-    if (item.tree != nullptr) {
-      if (const Status status = check_tree(state, item); status.code != Status::ok) return status;
-    }
     planned.sequence = sequence;
-    planned.state = &sequence->layers[layer_index];
-    planned.before = planned.state->length;
-    if (item.keys.tokens > kMostTokens - planned.before) {
-      return Core::bad_shape("keys.tokens", kMostTokens - planned.before, item.keys.tokens);
-    }
-    planned.after = planned.before + item.keys.tokens;
-    (void)state.items.push_back(planned);  // reserved
+    planned.state = &layer_state;
+    planned.before = before;
+    planned.after = before + item.keys.tokens;
     state.armed = true;
     state.commit_tasks = 1;
     if (planned.appends()) {
@@ -224,6 +251,7 @@ struct PlanAccess {
   // All of a tree must stay raw, and its branches must be accepted exactly. A query sees what its parent sees, and
   // itself.
   static Status check_tree(const State& state, const BatchItem& item) noexcept {
+    if (item.tree == nullptr) return {};
     const std::size_t count = item.queries.tokens;
     const CodingRule& rule = state.rule;
     const std::size_t most = (std::min)({std::size_t{64}, rule.recent_tokens, rule.rollback_tokens});

@@ -316,6 +316,7 @@ class CacheCore : public SequenceEdits {
     use.tail_bytes = pool_.live_bytes(BlockUse::tile);
     use.slab_bytes = pool_.slab_bytes();
     use.table_bytes = table_.bytes() + table_bytes_.load(std::memory_order_relaxed);
+    use.work_bytes = spare().bytes();
     double bits = 0, coordinates = 0;
     for (const Layer& layer : layers_) {
       const double width = static_cast<double>(layer.shape.kv_heads) * (layer.shape.head_dim + layer.shape.value_dim);

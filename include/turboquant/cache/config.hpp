@@ -84,6 +84,7 @@ struct MemoryUse {
   std::size_t table_bytes;     ///< sequence tables
   double bits_per_coordinate;  ///< of full pages: scales, centres, header and padding included; mean over all layers'
                                ///< coordinates
+  std::size_t work_bytes;      ///< work space that a call has left for the next one
 };
 
 }  // namespace turboquant

@@ -16,6 +16,7 @@
 #include <turboquant/cache/sequence.hpp>
 #include <turboquant/core/owned.hpp>
 #include <turboquant/core/refuse.hpp>
+#include <turboquant/core/spare.hpp>
 #include <turboquant/core/status.hpp>
 
 namespace turboquant::detail {
@@ -58,6 +59,9 @@ class SequenceStore {
 
   // ---- for the attention plan
   // ----------------------------------------------------------------------------------------
+
+  // A plan's memory, while nobody plans.
+  Spare& spare() const noexcept { return spare_; }
 
   // A block of the class, from what the sequence reserved or else from the pool; null: out of memory.
   Block* take(Sequence& sequence, unsigned size_class, bool& from_reserve) noexcept {
@@ -311,6 +315,7 @@ class SequenceStore {
   std::vector<Layer> layers_;
   std::vector<Owned<Rotation>> rotations_;
   std::atomic<std::size_t> table_bytes_{0};
+  mutable Spare spare_;
 };
 
 }  // namespace turboquant::detail

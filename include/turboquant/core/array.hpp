@@ -89,7 +89,12 @@ class Array {
   }
 
   /// Appends a copy. The value may be an element of this array. Amortised constant time.
-  [[nodiscard]] bool push_back(const T& value) noexcept { return insert(size_, value); }
+  [[nodiscard]] bool push_back(const T& value) noexcept {
+    if (size_ == capacity_) return insert(size_, value);
+    ::new (static_cast<void*>(data_ + size_)) T(value);
+    ++size_;
+    return true;
+  }
 
   /// Puts a copy in front of all others.
   [[nodiscard]] bool push_front(const T& value) noexcept { return insert(0, value); }

@@ -56,20 +56,45 @@ inline void release_block(void*, void* memory, std::size_t bytes) noexcept {
 /// Owns `bytes` bytes of uninitialised memory, aligned to 64 bytes. False if there was no memory.
 class Scratch {
  public:
+  /// No memory.
+  Scratch() noexcept = default;
   /// Allocates; see operator bool.
-  explicit Scratch(std::size_t bytes) noexcept
-      : memory_(static_cast<std::byte*>(::operator new(bytes, std::align_val_t(detail::kCacheLine), std::nothrow))) {}
+  explicit Scratch(std::size_t bytes) noexcept : memory_(allocate(bytes)), bytes_(memory_ != nullptr ? bytes : 0) {}
   ~Scratch() { ::operator delete(memory_, std::align_val_t(detail::kCacheLine)); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
+  /// Makes it at least `bytes` long. What it held may be gone; without memory for that, it holds none.
+  [[nodiscard]] bool reserve(std::size_t bytes) noexcept {
+    if (memory_ == nullptr || bytes > bytes_) {
+      release();
+      memory_ = allocate(bytes);
+      bytes_ = memory_ != nullptr ? bytes : 0;
+    }
+    return memory_ != nullptr;
+  }
+
+  /// Frees it.
+  void release() noexcept {
+    ::operator delete(memory_, std::align_val_t(detail::kCacheLine));
+    memory_ = nullptr;
+    bytes_ = 0;
+  }
+
+  /// Bytes that there are.
+  [[nodiscard]] std::size_t size() const noexcept { return bytes_; }
   /// The first byte; null if there was no memory.
   [[nodiscard]] std::byte* get() const noexcept { return memory_; }
   /// True if there was memory.
   [[nodiscard]] explicit operator bool() const noexcept { return memory_ != nullptr; }
 
  private:
-  std::byte* memory_;
+  static std::byte* allocate(std::size_t bytes) noexcept {
+    return static_cast<std::byte*>(::operator new(bytes, std::align_val_t(detail::kCacheLine), std::nothrow));
+  }
+
+  std::byte* memory_ = nullptr;
+  std::size_t bytes_ = 0;
 };
 
 }  // namespace turboquant
