@@ -118,7 +118,7 @@ TEST(MemoryCount, LikeCallsTakeNothing) {
   item.queries = queries.rows();
   item.out = out.rows();
   const auto attend = [&] { return turboquant::attend(cache, 0, {&item, 1}); };
-  const auto score = [&] { return turboquant::logits(cache, 0, id, queries.rows(), scores.data()); };
+  const auto score = [&] { return turboquant::logits(cache, id, 0, queries.rows(), scores.data()); };
   ASSERT_OK(attend());
   ASSERT_OK(score());
   const std::size_t before = taken, kept = cache.memory().work_bytes;
